@@ -1,0 +1,140 @@
+"""What lwkv asks of a device type: streams, events, page-locked memory and asynchronous copies.
+
+Streams and events belong to their platform. Only a platform may bring the two together: mixing the
+families of two device modules crashes or silently drops the dependency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a platform can do, probed once; the rest of lwkv asks this and nothing else."""
+
+    layerwise: bool = True
+    blending: bool = True
+    host_register: bool = False
+    batch_copy: bool = False
+    event_timing: bool = False
+    triton: bool = False
+    stream_priority: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Runs of bytes between host slabs and one device buffer: made once, queued as often as wanted.
+
+    Run i is `sizes[i]` bytes at `host_offsets[i]` of `slabs[slab_of[i]]` and at `device_offsets[i]` of the
+    buffer. `host_addresses[i]` is the same place on the host as an address. All arrays are int64, (runs,).
+    Slabs are uint8 CPU tensors, (bytes,); the batch keeps them alive.
+    """
+
+    slabs: Sequence[torch.Tensor]
+    slab_of: Int64s
+    host_offsets: Int64s
+    host_addresses: Int64s
+    device_offsets: Int64s
+    sizes: Int64s
+
+
+class Platform(Protocol):
+    """One device type of this process. Methods never block the host unless they say so."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device_type(self) -> str:
+        """`torch.device.type` of this platform's tensors."""
+
+    @property
+    def features(self) -> Features: ...
+
+    def is_available(self) -> bool:
+        """Whether a device can be used now; never raises and creates no device context."""
+
+    def device_count(self) -> int: ...
+
+    def current_device(self) -> torch.device:
+        """The calling thread's device, with its index."""
+
+    def set_device(self, device: torch.device) -> None:
+        """Make `device` the calling thread's; current device and stream are thread-local everywhere."""
+
+    def current_stream(self, device: torch.device) -> Stream: ...
+
+    def new_stream(self, device: torch.device, high_priority: bool = False) -> Stream: ...
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        """Make `stream` and its device current inside the block."""
+
+    def as_native(self, stream: Stream, device: torch.device) -> Stream:
+        """Turn a generic or foreign stream object of the same queue into this platform's own kind."""
+
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Queue the device work that `work` issues behind all that `stream` holds."""
+
+    def new_event(self, timing: bool = False, blocking: bool = False) -> Event:
+        """Make an event. `timing` needs `features.event_timing`; `blocking` lets a host wait sleep where it can."""
+
+    def record(self, event: Event, stream: Stream) -> None: ...
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Let later work of `stream` start only after `event`'s latest record is reached."""
+
+    def wait_stream(self, waiter: Stream, other: Stream) -> None:
+        """Let later work of `waiter` start only after all that `other` holds now."""
+
+    def query(self, event: Event) -> bool: ...
+
+    def synchronize_event(self, event: Event) -> None:
+        """Block the host until `event` is reached."""
+
+    def synchronize_stream(self, stream: Stream) -> None:
+        """Block the host until `stream` is empty."""
+
+    def synchronize_device(self, device: torch.device) -> None:
+        """Block the host until every stream of `device` is empty."""
+
+    def elapsed_ms(self, start: Event, end: Event) -> float | None:
+        """Milliseconds between two reached timing events; None where the platform cannot tell."""
+
+    def stream_handle(self, stream: Stream) -> int:
+        """The driver's handle of `stream`, for native calls; 0 where there is none."""
+
+    def alloc_pinned(self, nbytes: int) -> torch.Tensor:
+        """Allocate a page-locked uint8 CPU tensor, (nbytes,), 4096-aligned. Raises MemoryError with the size."""
+
+    def host_register(self, memory: torch.Tensor) -> bool:
+        """Page-lock existing host memory; False where the platform cannot."""
+
+    def host_unregister(self, memory: torch.Tensor) -> None: ...
+
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Queue one copy between tensors of equal shape and dtype. The host side must outlive the copy;
+        where it is not page-locked the call blocks until the copy is done."""
+
+    def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
+        """Queue the host-to-device copy of every run of `batch` into `buffer`, uint8 (bytes,)."""
+
+    def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
+        """Queue the device-to-host copy of every run of `batch` out of `buffer`, uint8 (bytes,)."""
+
+    def d2h_fence(self, stream: Stream, event: Event) -> None:
+        """Block the host until the device-to-host copies before `event` on `stream` are visible to it."""
+
+    def mem_info(self, device: torch.device) -> tuple[int, int] | None:
+        """(free, total) bytes of device memory, or None where it cannot be told."""
