@@ -1,0 +1,62 @@
+"""What the connectors ask of a set of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lwkv.paged_layer import PagedLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows one scatter or gather moves: three int64 tensors, (T,), on the layer's device.
+
+    `slots[i]` is a row of the paged cache, `block * block_size + offset` (opaque: the block), and
+    0 <= slot < num_rows. `k_rows[i]` and `v_rows[i]` are its K and V in the staging buffer, counted in
+    `row_bytes` from the buffer's start; `v_rows` is not read where the layer has one part. No slot twice in
+    a scatter, no staging row twice in a gather. Whoever makes them leaves tokens without a slot out.
+    """
+
+    slots: Tensor
+    k_rows: Tensor
+    v_rows: Tensor
+
+
+class Kernels(Protocol):
+    """Row movement on the current stream. Nothing here synchronises, allocates on the host or reads back.
+
+    Staging is uint8, (bytes,), contiguous, on the layer's device, starting at a multiple of 16 bytes or of
+    the layer's row_bytes from such an address; it holds pages as `PagedLayer` describes them. Tensors
+    must live until the queued work is done.
+    """
+
+    name: str
+
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+        """Write staging rows into the paged cache."""
+
+    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+        """Write rows of the paged cache into staging."""
+
+    def scatter_rotated(
+        self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> None:
+        """Scatter, with K turned on the way as `rotate` does it; V as it is.
+
+        `cos[i]` and `sin[i]` belong to entry i of `rows`. Raises ValueError where the dtype is no float.
+        """
+
+    def rotate(self, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+        """Turn the first `2 * half` elements of every head by an angle of its token's, in place.
+
+        Computed in fp32 (fp64 in fp64) and rounded once; the other elements stay as they are.
+
+        Args:
+            k: float, (T, H, D), any strides with 1 in D.
+            cos, sin: fp32, (T, half), contiguous, on k's device, half <= D / 2. To move a key from position p
+                to q: the cosine and sine of (q - p) * frequency.
+            interleaved: pairs are elements (2i, 2i + 1); otherwise (i, i + half), as in NeoX and Llama.
+        """

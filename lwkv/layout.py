@@ -1,0 +1,173 @@
+"""From what an engine registers to PagedLayers: by shape, strides and spec, never by version or guess."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from lwkv.errors import LayoutError
+from lwkv.paged_layer import WORDS, KVSpec, PagedLayer
+from lwkv.registered import Registered, picture, read_registered
+
+__all__ = ["LAYOUTS", "KVSpec", "Layout", "PagedLayer", "describe_layers"]
+
+Views: TypeAlias = "tuple[Tensor, Tensor | None]"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to keep a layer, as the axes of its tensors.
+
+    Axes: 2 = K, then V; B = block; N = token of the block; S = slot, B and N in one; H = head; D = element
+    of a head; E = D of K, then D of V.
+    """
+
+    name: str
+    axes: str
+    tensors: int = 1
+    mla: bool = False
+
+    def fits(self, tensors: Sequence[Tensor], spec: KVSpec) -> bool:
+        """Whether tensors of these shapes can be this layout; strides may still rule it out."""
+        sizes = {"2": 2, "N": spec.block_size, "H": spec.num_kv_heads, "D": spec.head_size}
+        sizes["E"] = 2 * spec.head_size
+        return (
+            (self.mla, self.tensors) == (spec.use_mla, len(tensors))
+            and tensors[0].dim() == len(self.axes)
+            and all(n == sizes.get(axis, n) for axis, n in zip(self.axes, tensors[0].shape, strict=True))
+            and ("S" not in self.axes or tensors[0].shape[0] % spec.block_size == 0)
+        )
+
+    def views(self, tensors: Sequence[Tensor], spec: KVSpec) -> Views:
+        """K and V as [blocks, tokens, heads, elements], for tensors that fit."""
+        if "2" in self.axes:
+            tensors = tensors[0].unbind(self.axes.index("2"))
+        elif "E" in self.axes:
+            tensors = tensors[0][..., : spec.head_size], tensors[0][..., spec.head_size :]
+        axes = self.axes.replace("2", "").replace("E", "D")
+        k, *v = (_to_bnhd(t, axes, spec.block_size) for t in tensors)
+        return k, v[0] if v else None
+
+    def __str__(self) -> str:
+        words = {"E": "2D", "S": "slots"}
+        pair = "" if self.tensors == 1 else " for K and for V"
+        return f"{self.name} ({', '.join(words.get(axis, axis) for axis in self.axes)}){pair}"
+
+
+LAYOUTS = (
+    Layout("vllm_2bnhd", "2BNHD"),
+    Layout("vllm_b2nhd", "B2NHD"),
+    Layout("vllm_2bhnd", "2BHND"),
+    Layout("vllm_b2hnd", "B2HND"),
+    Layout("vllm_bhn2d", "BHNE"),
+    Layout("vllm_mla", "BND", mla=True),
+    Layout("vllm_mla", "BHND", mla=True),
+    Layout("sglang_kv", "SHD", tensors=2),
+    Layout("sglang_mla", "SHD", mla=True),
+)
+
+
+def describe_layers(
+    kvcaches: Mapping[str, Registered] | Sequence[Registered],
+    spec: KVSpec | Mapping[str, KVSpec],
+    layout: str | None = None,
+    opaque_tag: str | None = None,
+) -> list[PagedLayer]:
+    """Describe every registered layer, in the caller's order, without copying a byte.
+
+    Without `layout` each layer takes the one layout that its shape and spec allow. A layer registered a
+    second time under another name (layers that share their KV) is left out, with a log line.
+
+    Args:
+        kvcaches: one tensor a layer, or its K and V tensors, all on one device. A sequence's layers are
+            named layer_0, layer_1 and so on.
+        spec: of all layers, or one for each name where they differ.
+        layout: a name of LAYOUTS, which every layer must then fit; or "opaque": dimension 0 counts blocks
+            and the bytes of a block mean nothing to us. Never assumed.
+        opaque_tag: with "opaque", what else decides the bytes of a block, such as backend and ISA.
+
+    Raises:
+        LayoutError: no layout fits, or several that differ; memory that overlaps itself, is not dense in its
+            last dimension or lies elsewhere; a dtype, name or combination that is not supported.
+    """
+    registered = read_registered(kvcaches)
+    _check_names(registered, spec, layout, opaque_tag)
+    return [
+        _describe(name, tensors, spec[name] if isinstance(spec, Mapping) else spec, layout, opaque_tag)
+        for name, tensors in registered.items()
+    ]
+
+
+def _describe(
+    name: str, tensors: tuple[Tensor, ...], spec: KVSpec, layout: str | None, tag: str | None
+) -> PagedLayer:
+    dtype = tensors[0].dtype
+    raw = [t.detach().view(WORDS[dtype.itemsize]) for t in tensors]
+    if layout == "opaque":
+        k, *v = (_block_rows(name, t) for t in raw)
+        shapes = "+".join("x".join(map(str, t.shape[1:])) for t in raw)
+        page_format = f"opaque:{shapes}:{spec.block_size}:{tag}"
+        return PagedLayer(name, dtype, k, v[0] if v else None, page_format, spec.block_size)
+    k, rest = _only_views(name, tensors, raw, spec, layout)
+    return PagedLayer(name, dtype, k, rest)
+
+
+def _only_views(
+    name: str, tensors: tuple[Tensor, ...], raw: list[Tensor], spec: KVSpec, layout: str | None
+) -> Views:
+    known = [entry for entry in LAYOUTS if layout in (None, entry.name)]
+    fitting = [entry for entry in known if entry.fits(raw, spec)]
+    found = {_addresses(views): views for views in (entry.views(raw, spec) for entry in fitting)}
+    if len(found) == 1:
+        return found.popitem()[1]
+    if fitting:
+        says = f"can be any of {_list(fitting)}: declare which with layout="
+    else:
+        says = f"is not {_list(known)}: correct the spec or the layout, or declare layout='opaque'"
+    raise LayoutError(f"{picture(name, tensors)} with {spec} {says}")
+
+
+def _block_rows(name: str, blocks: Tensor) -> Tensor:
+    if blocks.dim() < 2 or not blocks[0].is_contiguous():
+        raise LayoutError(
+            f"{picture(name, (blocks,))}: opaque blocks must be (blocks, ...), each block contiguous; "
+            "where K and V of a block lie apart, register them as a pair"
+        )
+    size = blocks[0].numel()
+    return blocks.as_strided((blocks.shape[0], 1, 1, size), (blocks.stride(0), size, size, 1))
+
+
+def _to_bnhd(t: Tensor, axes: str, block_size: int) -> Tensor:
+    if "S" in axes:
+        t, axes = t.view(-1, block_size, *t.shape[1:]), axes.replace("S", "BN")
+    if "H" not in axes:
+        t, axes = t.unsqueeze(-2), axes.replace("D", "HD")
+    return t.permute(*(axes.index(axis) for axis in "BNHD"))
+
+
+def _addresses(views: Views) -> tuple[object, ...]:
+    """Equal for views whose equal indices are equal addresses; strides of one-element axes do not matter."""
+    return tuple(
+        (t.data_ptr(), *((n, stride if n > 1 else 0) for n, stride in zip(t.shape, t.stride(), strict=True)))
+        for t in views
+        if t is not None
+    )
+
+
+def _check_names(
+    named: Mapping[str, object], spec: KVSpec | Mapping[str, KVSpec], layout: str | None, tag: str | None
+) -> None:
+    names = [*dict.fromkeys(entry.name for entry in LAYOUTS), "opaque"]
+    if layout is not None and layout not in names:
+        raise LayoutError(f"no layout {layout!r}; there are {', '.join(names)}")
+    if (layout == "opaque") != (tag is not None):
+        raise LayoutError(f"layout='opaque' and opaque_tag= go together, got {layout!r} and {tag!r}")
+    if isinstance(spec, Mapping) and (missing := [name for name in named if name not in spec]):
+        raise LayoutError(f"no spec for layers {missing}; give each layer its own, or one KVSpec for all")
+
+
+def _list(layouts: Sequence[Layout]) -> str:
+    return "; ".join(map(str, layouts))
