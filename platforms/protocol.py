@@ -27,7 +27,7 @@ class Features:
     layerwise: bool = True
     blending: bool = True
     host_register: bool = False
-    batch_copy: bool = False
+    batch_copy: bool = False  # many runs of one CopyBatch cost the host about one call
     event_timing: bool = False
     triton: bool = False
     stream_priority: bool = False
@@ -38,8 +38,10 @@ class CopyBatch:
     """Runs of bytes between host slabs and one device buffer: made once, queued as often as wanted.
 
     Run i is `sizes[i]` bytes at `host_offsets[i]` of `slabs[slab_of[i]]` and at `device_offsets[i]` of the
-    buffer. `host_addresses[i]` is the same place on the host as an address. All arrays are int64, (runs,).
-    Slabs are uint8 CPU tensors, (bytes,); the batch keeps them alive.
+    buffer. `host_addresses[i]` is the same place on the host as an address. All arrays are int64, (runs,),
+    packed; sizes are positive and runs do not overlap. Slabs are page-locked uint8 CPU tensors, (bytes,),
+    of the platform; the batch keeps them alive. `stable` says that no work still queued anywhere writes
+    the host bytes, so that a load may read them ahead of its stream. Raises ValueError for other arrays.
     """
 
     slabs: Sequence[torch.Tensor]
@@ -48,6 +50,19 @@ class CopyBatch:
     host_addresses: Int64s
     device_offsets: Int64s
     sizes: Int64s
+    stable: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("slab_of", "host_offsets", "host_addresses", "device_offsets", "sizes"):
+            self._check(name, getattr(self, name))
+
+    def _check(self, name: str, array: Int64s) -> None:
+        # The addresses of these arrays go to drivers as they are.
+        if array.dtype != np.int64 or array.shape != (self.sizes.size,) or not array.flags.c_contiguous:
+            raise ValueError(
+                f"CopyBatch.{name} is {array.dtype} {array.shape} with strides {array.strides}; "
+                f"give it as packed int64 ({self.sizes.size},)"
+            )
 
 
 class Platform(Protocol):
@@ -63,13 +78,17 @@ class Platform(Protocol):
     @property
     def features(self) -> Features: ...
 
+    @property
+    def how_to_get(self) -> str:
+        """What a user installs or checks when `is_available()` is False, as a sentence."""
+
     def is_available(self) -> bool:
         """Whether a device can be used now; never raises and creates no device context."""
 
     def device_count(self) -> int: ...
 
     def current_device(self) -> torch.device:
-        """The calling thread's device, with its index."""
+        """The calling thread's device, named as its tensors name it."""
 
     def set_device(self, device: torch.device) -> None:
         """Make `device` the calling thread's; current device and stream are thread-local everywhere."""
@@ -82,13 +101,16 @@ class Platform(Protocol):
         """Make `stream` and its device current inside the block."""
 
     def as_native(self, stream: Stream, device: torch.device) -> Stream:
-        """Turn a generic or foreign stream object of the same queue into this platform's own kind."""
+        """Turn a generic or foreign stream object of the same queue into this platform's own kind.
+
+        Every other method takes only that kind. Raises ValueError for an object that names no queue.
+        """
 
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         """Queue the device work that `work` issues behind all that `stream` holds."""
 
     def new_event(self, timing: bool = False, blocking: bool = False) -> Event:
-        """Make an event. `timing` needs `features.event_timing`; `blocking` lets a host wait sleep where it can."""
+        """Make an event. `timing` needs `features.event_timing`; `blocking` lets a host wait sleep, if it can."""
 
     def record(self, event: Event, stream: Stream) -> None: ...
 
@@ -116,16 +138,25 @@ class Platform(Protocol):
         """The driver's handle of `stream`, for native calls; 0 where there is none."""
 
     def alloc_pinned(self, nbytes: int) -> torch.Tensor:
-        """Allocate a page-locked uint8 CPU tensor, (nbytes,), 4096-aligned. Raises MemoryError with the size."""
+        """Allocate a page-locked uint8 CPU tensor, (nbytes,), 4096-aligned.
+
+        Raises MemoryError with the size where it cannot, ValueError for sizes below 1.
+        """
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        """Whether copies with this host memory run without blocking the host."""
 
     def host_register(self, memory: torch.Tensor) -> bool:
-        """Page-lock existing host memory; False where the platform cannot."""
+        """Page-lock existing host memory, kept by the caller until unregistered; False where that fails."""
 
     def host_unregister(self, memory: torch.Tensor) -> None: ...
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Queue one copy between tensors of equal shape and dtype. The host side must outlive the copy;
-        where it is not page-locked the call blocks until the copy is done."""
+        """Queue one copy between packed tensors of equal shape and dtype, one on the host, one on the device.
+
+        The host side must outlive the copy; where it is not page-locked the call blocks until the copy
+        is done. Raises ValueError for tensors that differ or have gaps.
+        """
 
     def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
         """Queue the host-to-device copy of every run of `batch` into `buffer`, uint8 (bytes,)."""
@@ -138,3 +169,6 @@ class Platform(Protocol):
 
     def mem_info(self, device: torch.device) -> tuple[int, int] | None:
         """(free, total) bytes of device memory, or None where it cannot be told."""
+
+    def close(self) -> None:
+        """Finish what is queued and end the threads of the platform itself, if it has any."""

@@ -1,0 +1,18 @@
+"""Device types: what lwkv asks of one (`Platform`), and how to get the one of this machine."""
+
+from __future__ import annotations
+
+from lwkv.platforms.protocol import CopyBatch, Event, Features, Platform, Stream
+from lwkv.platforms.registry import detect_platform, open_platform, platform_for, platform_names
+
+__all__ = [
+    "CopyBatch",
+    "Event",
+    "Features",
+    "Platform",
+    "Stream",
+    "detect_platform",
+    "open_platform",
+    "platform_for",
+    "platform_names",
+]

@@ -1,0 +1,211 @@
+"""What all accelerators share: torch's device modules have the same names for streams, events and devices.
+
+A platform is `getattr(torch, device_type)` plus the few hooks that differ. The module is looked up on every
+call: vendors replace it while a process runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+
+from lwkv.platforms.copies import check_buffer, check_copy
+from lwkv.platforms.host_memory import PAGE_BYTES, allocate_aligned, call_at_end, check_size, no_memory
+from lwkv.platforms.protocol import CopyBatch, Event, Features, Stream
+
+# What a device module without its driver, or built without it, raises.
+ABSENT = (AssertionError, AttributeError, ImportError, OSError, RuntimeError)
+
+
+class Accelerator:
+    """Base of the platforms over a torch device module. Streams and events are the module's own kinds."""
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    how_to_get: ClassVar[str]
+    handle_attribute: ClassVar[str]
+    event_options: ClassVar[frozenset[str]] = frozenset({"enable_timing", "blocking"})
+
+    @property
+    def module(self) -> Any:
+        return getattr(torch, self.device_type)
+
+    @cached_property
+    def features(self) -> Features:
+        return self.probe_features()
+
+    def probe_features(self) -> Features:
+        return Features(
+            event_timing=True,
+            triton=find_spec("triton") is not None,
+            stream_priority=True,
+        )
+
+    def is_available(self) -> bool:
+        try:
+            return bool(self.module.is_available())
+        except ABSENT:
+            return False
+
+    def device_count(self) -> int:
+        return int(self.module.device_count())
+
+    def current_device(self) -> torch.device:
+        return torch.device(self.device_type, self.module.current_device())
+
+    def set_device(self, device: torch.device) -> None:
+        self.module.set_device(device)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.module.current_stream(device)
+
+    def new_stream(self, device: torch.device, high_priority: bool = False) -> Stream:
+        # 0 and -1 are the only priorities that exist everywhere.
+        return self.module.Stream(device, priority=-1 if high_priority else 0)
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self.module.stream(self._own(stream))
+        return context
+
+    def as_native(self, stream: Stream, device: torch.device) -> Stream:
+        if isinstance(stream, self.module.Stream):
+            return stream
+        if not isinstance(stream, torch.Stream) or stream.device.type != self.device_type:
+            raise ValueError(f"got {stream!r} as a stream of {device}; give a torch or {self.name} stream")
+        return self.module.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        with self.use_stream(stream):
+            work()
+
+    def new_event(self, timing: bool = False, blocking: bool = False) -> Event:
+        options = {"enable_timing": timing, "blocking": blocking}
+        return self.module.Event(**{key: on for key, on in options.items() if key in self.event_options})
+
+    def record(self, event: Event, stream: Stream) -> None:
+        event.record(self._own(stream))
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self._own(stream).wait_event(event)
+
+    def wait_stream(self, waiter: Stream, other: Stream) -> None:
+        self._own(waiter).wait_stream(self._own(other))
+
+    def query(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def synchronize_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def synchronize_stream(self, stream: Stream) -> None:
+        self._own(stream).synchronize()
+
+    def synchronize_device(self, device: torch.device) -> None:
+        self.module.synchronize(device)
+
+    def elapsed_ms(self, start: Event, end: Event) -> float | None:
+        return float(start.elapsed_time(end))
+
+    def stream_handle(self, stream: Stream) -> int:
+        return int(getattr(self._own(stream), self.handle_attribute))
+
+    def alloc_pinned(self, nbytes: int) -> torch.Tensor:
+        """Allocate page-locked memory; torch's allocator rounds the bytes it takes up to a power of two."""
+        check_size(nbytes)
+        if self.features.host_register and nbytes & (nbytes - 1):
+            return self._register_new(nbytes)
+        memory = self._alloc_with_torch(nbytes)
+        if memory.data_ptr() % PAGE_BYTES == 0:
+            return memory
+        memory = self._alloc_with_torch(nbytes + PAGE_BYTES - 1)
+        start = -memory.data_ptr() % PAGE_BYTES
+        return memory[start : start + nbytes]
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return memory.is_pinned()
+
+    def host_register(self, memory: torch.Tensor) -> bool:
+        return self.features.host_register and self.register_range(memory.data_ptr(), memory.nbytes)
+
+    def host_unregister(self, memory: torch.Tensor) -> None:
+        self.unregister_range(memory.data_ptr())
+
+    def register_range(self, address: int, nbytes: int) -> bool:
+        """Page-lock host memory; called only where `features.host_register` holds."""
+        return False
+
+    def unregister_range(self, address: int) -> None:
+        """Undo `register_range`."""
+
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        check_copy(dst, src)
+        pinned = all(side.device.type != "cpu" or self.is_pinned(side) for side in (dst, src))
+        with self.use_stream(stream):
+            # From pageable memory a non-blocking copy reads the source after the call returns.
+            dst.copy_(src, non_blocking=pinned)
+        if not pinned:
+            self.synchronize_stream(stream)
+
+    def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
+        check_buffer(buffer)
+        with self.use_stream(stream):
+            for device, host in _runs(buffer, batch):
+                device.copy_(host, non_blocking=True)
+
+    def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
+        check_buffer(buffer)
+        with self.use_stream(stream):
+            for device, host in _runs(buffer, batch):
+                host.copy_(device, non_blocking=True)
+
+    def d2h_fence(self, stream: Stream, event: Event) -> None:
+        self.synchronize_event(event)
+
+    def mem_info(self, device: torch.device) -> tuple[int, int] | None:
+        try:
+            free, total = self.module.mem_get_info(device)
+        except (AttributeError, RuntimeError):
+            return None
+        return int(free), int(total)
+
+    def close(self) -> None:
+        """Do nothing: device modules keep their streams for the process."""
+
+    def _own(self, stream: Stream) -> Stream:
+        # An object of another family crashes some modules and makes others drop the dependency.
+        if not isinstance(stream, self.module.Stream):
+            raise ValueError(f"got {stream!r}, not a stream of {self.name}; convert it with as_native")
+        return stream
+
+    def _alloc_with_torch(self, nbytes: int) -> torch.Tensor:
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except (MemoryError, RuntimeError) as error:
+            raise no_memory(nbytes) from error
+        if not self.is_pinned(memory):
+            raise no_memory(nbytes)
+        return memory
+
+    def _register_new(self, nbytes: int) -> torch.Tensor:
+        try:
+            memory, owner = allocate_aligned(nbytes)
+        except MemoryError as error:
+            raise no_memory(nbytes) from error
+        if not self.host_register(memory):
+            raise no_memory(nbytes)
+        call_at_end(owner, partial(self.unregister_range, memory.data_ptr()))
+        return memory
+
+
+def _runs(buffer: torch.Tensor, batch: CopyBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each run as (device slice, host slice)."""
+    places = (batch.slab_of, batch.host_offsets, batch.device_offsets, batch.sizes)
+    for slab, host, device, size in zip(*(array.tolist() for array in places), strict=True):
+        yield buffer[device : device + size], batch.slabs[slab][host : host + size]

@@ -1,0 +1,72 @@
+"""NVIDIA GPUs through torch.cuda, with the driver's batched copy where it is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from lwkv.platforms.accelerator import Accelerator
+from lwkv.platforms.copies import check_buffer
+from lwkv.platforms.cuda_driver import CudaDriver
+from lwkv.platforms.protocol import CopyBatch, Features, Int64s, Stream
+
+# The driver refuses batches on the legacy default stream, which has these handles.
+_LEGACY_HANDLES = (0, 1)
+
+
+class CUDA(Accelerator):
+    """`features.batch_copy` tells whether the driver has the batched copy (CUDA 12.8 and later)."""
+
+    name = device_type = "cuda"
+    how_to_get = "install a CUDA build of torch, check that nvidia-smi shows a GPU and that CUDA_VISIBLE_DEVICES names it"
+    handle_attribute = "cuda_stream"
+
+    @cached_property
+    def driver(self) -> CudaDriver | None:
+        return CudaDriver.load()
+
+    def is_available(self) -> bool:
+        # Builds for other vendors answer through torch.cuda too, without a CUDA version.
+        return torch.version.cuda is not None and super().is_available()
+
+    def probe_features(self) -> Features:
+        driver = self.driver
+        return replace(
+            super().probe_features(),
+            host_register=driver is not None,
+            batch_copy=driver is not None and driver.has_batch,
+        )
+
+    def register_range(self, address: int, nbytes: int) -> bool:
+        return self.driver is not None and self.driver.register(address, nbytes, self.module.current_device())
+
+    def unregister_range(self, address: int) -> None:
+        if self.driver is not None:
+            self.driver.unregister(address)
+
+    def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
+        driver = self._batching(batch, stream)
+        if driver is None:
+            return super().load_batch(buffer, batch, stream)
+        to, source = _device_addresses(buffer, batch), batch.host_addresses
+        return driver.copy_batch(to, source, batch.sizes, stream.cuda_stream, batch.stable)
+
+    def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
+        driver = self._batching(batch, stream)
+        if driver is None:
+            return super().save_batch(buffer, batch, stream)
+        to, source = batch.host_addresses, _device_addresses(buffer, batch)
+        # The stream's earlier work writes the source, so it must be read in stream order.
+        return driver.copy_batch(to, source, batch.sizes, stream.cuda_stream, any_order=False)
+
+    def _batching(self, batch: CopyBatch, stream: Stream) -> CudaDriver | None:
+        if batch.sizes.size < 2 or not self.features.batch_copy:
+            return None
+        return None if self.stream_handle(stream) in _LEGACY_HANDLES else self.driver
+
+
+def _device_addresses(buffer: torch.Tensor, batch: CopyBatch) -> Int64s:
+    check_buffer(buffer)
+    return batch.device_offsets + buffer.data_ptr()
