@@ -1,3 +1,50 @@
-"""lwkv: an LLM's KV cache moved one layer at a time, overlapped with the forward pass."""
+"""lwkv: an LLM's KV cache moved one layer at a time, overlapped with the forward pass.
+
+The public names are looked up on first use, so that importing the package does nothing and costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lwkv.errors import ClosedError, ConfigError, LayoutError, LwkvError, RequestError
+    from lwkv.picture import draw_timeline
+    from lwkv.timeline import LoadTimes, Span, Timeline, hidden_and_exposed
+    from lwkv.trace import write_trace
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "LayoutError",
+    "LoadTimes",
+    "LwkvError",
+    "RequestError",
+    "Span",
+    "Timeline",
+    "__version__",
+    "draw_timeline",
+    "hidden_and_exposed",
+    "write_trace",
+]
+
+_HOMES = {
+    "lwkv.errors": ("ClosedError", "ConfigError", "LayoutError", "LwkvError", "RequestError"),
+    "lwkv.picture": ("draw_timeline",),
+    "lwkv.timeline": ("LoadTimes", "Span", "Timeline", "hidden_and_exposed"),
+    "lwkv.trace": ("write_trace",),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"lwkv has no {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

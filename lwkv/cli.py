@@ -1,0 +1,56 @@
+"""The `lwkv` command: finds the subcommand, and imports only its module."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+from lwkv import __version__
+from lwkv.errors import LwkvError
+
+# Each module has `add_arguments(parser)` and `run(args) -> int`, the exit code.
+COMMANDS = {
+    "doctor": ("lwkv.doctor", "Tell what is installed, which platform is used and why, how fast its link is"),
+    "demo": ("lwkv.demo", "Run a small model with its KV cache loaded and saved layer by layer"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Returns its exit code; 2 for wrong input, which is told in one line on stderr."""
+    chosen, rest = _command_parser().parse_known_args(argv)
+    try:
+        return _run(chosen.command, rest)
+    except (LwkvError, ValueError, RuntimeError) as error:
+        if chosen.traceback:
+            raise
+        print(f"lwkv: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lwkv", description="Moves an LLM's KV cache one layer at a time.")
+    parser.add_argument("--version", action="version", version=f"lwkv {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        if find_spec(module):
+            commands.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    name, summary = COMMANDS[command]
+    module = import_module(name)
+    parser = argparse.ArgumentParser(prog=f"lwkv {command}", description=summary)
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse_args(arguments))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

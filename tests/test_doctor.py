@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lwkv import __version__, doctor
+from lwkv.cli import main
+from lwkv.link import measure_link
+from lwkv.platforms import Features, Stream
+from lwkv.platforms.cpu import CPU
+
+
+class Card(CPU):
+    """An accelerator to the doctor: the host under another name."""
+
+    name = device_type = "card"
+    features = Features(blending=False)
+
+
+class CorruptingCard(Card):
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        super().copy_async(dst, src | 1, stream)
+
+
+class FullCard(Card):
+    def alloc_pinned(self, nbytes: int) -> torch.Tensor:
+        raise MemoryError(f"no page-locked memory of {nbytes} bytes")
+
+
+class UnpinnedCard(Card):
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LWKV_PLATFORM", raising=False)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, platform: CPU) -> None:
+    monkeypatch.setattr(doctor, "detect_platform", lambda override: platform)
+
+
+def test_the_doctor_tells_versions_platform_features_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--platform", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    for wanted in (__version__, torch.__version__, "asked for with --platform", "layerwise", "memory copy"):
+        assert wanted in shown
+    assert "Faults" not in shown
+
+
+def test_json_holds_the_same_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--platform", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["platform"] == found["device"] == "cpu"
+    assert found["features"]["layerwise"] is True
+    assert found["kernels"] == "torch"
+    assert min(found["load_speed"], found["save_speed"], found["device_total"]) > 0
+    assert found["faults"] == []
+    assert found["candidates"]["cpu"] == "available, 1 device"
+
+
+def test_the_environments_choice_is_the_reason_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_PLATFORM", "cpu")
+    assert doctor.examine().why == "LWKV_PLATFORM asks for it"
+
+
+def test_hpu_is_a_fault_in_plain_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(is_available=lambda: True), raising=False)
+    assert main(["doctor"]) == 1
+    assert "HPU, which lwkv does not support" in capsys.readouterr().out
+
+
+def test_an_unknown_platform_is_a_fault_that_lists_the_known_ones() -> None:
+    (fault,) = doctor.examine("tpu9").faults
+    assert "'tpu9'" in fault
+    assert "cpu" in fault
+
+
+def test_what_the_platform_lacks_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Card())
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    report = doctor.examine()
+    assert report.page_locked == "works"
+    assert any("enable_blending" in line for line in report.advice)
+    assert any(line.startswith("triton is not installed") for line in report.advice)
+    assert any("pip install 'lwkv[demo]'" in line for line in report.advice)
+
+
+@pytest.mark.parametrize(
+    ("platform", "wanted"),
+    [
+        (CorruptingCard(), "came back changed"),
+        (FullCard(), "no page-locked memory of 1048576 bytes"),
+        (UnpinnedCard(), "page-locked is not"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_link_that_does_not_work_is_a_fault(
+    platform: CPU, wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, platform)
+    assert main(["doctor"]) == 1
+    assert wanted in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000])
+def test_the_link_is_measured_both_ways_and_keeps_the_bytes(nbytes: int) -> None:
+    speed = measure_link(CPU(), torch.device("cpu"), nbytes, repeats=3)
+    assert speed.load > 0
+    assert speed.save > 0
+    assert speed.intact
+
+
+@pytest.mark.parametrize(("nbytes", "repeats"), [(0, 3), (5, 0)])
+def test_measuring_nothing_is_refused(nbytes: int, repeats: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1, not {nbytes} and {repeats}"):
+        measure_link(CPU(), torch.device("cpu"), nbytes, repeats)
