@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from lwkv.platforms.protocol import CopyBatch, Event, Features, Platform, Stream
-from lwkv.platforms.registry import detect_platform, open_platform, platform_for, platform_names
+from lwkv.platforms.registry import (
+    detect_platform,
+    open_platform,
+    platform_for,
+    platform_names,
+    platforms_with,
+)
 
 __all__ = [
     "CopyBatch",
@@ -15,4 +21,5 @@ __all__ = [
     "open_platform",
     "platform_for",
     "platform_names",
+    "platforms_with",
 ]

@@ -38,6 +38,11 @@ def platform_names() -> list[str]:
     return list(_homes())
 
 
+def platforms_with(feature: str) -> list[str]:
+    """The names of the platforms that have `feature`, a field of Features, whether they are here or not."""
+    return [name for name in platform_names() if getattr(_open(name).features, feature)]
+
+
 def detect_platform(override: str | None = None) -> Platform:
     """Choose the platform of this process: `override`, then LWKV_PLATFORM, then the first one that is there.
 

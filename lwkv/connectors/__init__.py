@@ -1,0 +1,95 @@
+"""How pages get into an engine's cache and out of it; `CreateGPUConnector` picks the way."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TypedDict
+
+from lwkv.config import Config
+from lwkv.connectors.buffer import BufferConnector
+from lwkv.connectors.paged import PagedConnector
+from lwkv.connectors.rope import Rope
+from lwkv.errors import ConfigError
+from lwkv.layout import KVSpec
+from lwkv.metadata import CacheMetadata
+from lwkv.platforms import Platform, detect_platform, open_platform, platforms_with
+
+__all__ = ["BufferConnector", "CreateGPUConnector", "PagedConnector", "Rope"]
+
+ENGINES = ("vllm", "sglang")
+
+
+class LayoutHints(TypedDict, total=False):
+    """What a registered tensor's shape cannot say; see `lwkv.layout.describe_layers`.
+
+    `block_size`: tokens of a block, required for vllm, 1 for sglang unless given. `layout`: a name of LAYOUTS,
+    or "opaque" together with `opaque_tag`.
+    """
+
+    block_size: int
+    layout: str
+    opaque_tag: str
+
+
+def CreateGPUConnector(
+    config: Config,
+    metadata: CacheMetadata,
+    engine: str = "vllm",
+    layout_hints: LayoutHints | None = None,
+    platform: str | Platform | None = None,
+) -> PagedConnector:
+    """Make the connector that `config` asks for; it is the same for every platform that can do it.
+
+    Args:
+        metadata: heads and head size of the caches that will be registered.
+        engine: "vllm" or "sglang"; they differ in their layouts only.
+        layout_hints: see LayoutHints.
+        platform: a name, a platform, or None to detect it.
+
+    Returns:
+        A BufferConnector with `enable_blending`, else a PagedConnector. Whether it is driven layer by layer
+        (`use_layerwise`) or drained at once is the caller's step, not another connector.
+
+    Raises:
+        ConfigError (a ValueError): an engine, hint or platform that is not known, or a platform that lacks what
+            `config` asks for.
+        RuntimeError: a known platform that is not there.
+    """
+    chosen = _open(platform)
+    _require_features(config, chosen)
+    hints = _check_hints(engine, layout_hints or {})
+    spec = KVSpec(metadata.num_kv_heads, metadata.head_size, hints["block_size"], metadata.use_mla)
+    kind = BufferConnector if config.enable_blending else PagedConnector
+    return kind(config, chosen, spec, hints.get("layout"), hints.get("opaque_tag"))
+
+
+def _open(platform: str | Platform | None) -> Platform:
+    if platform is None:
+        return detect_platform()
+    return open_platform(platform) if isinstance(platform, str) else platform
+
+
+def _require_features(config: Config, platform: Platform) -> None:
+    for flag, wanted, feature in (
+        ("use_layerwise", config.use_layerwise, "layerwise"),
+        ("enable_blending", config.enable_blending, "blending"),
+    ):
+        if wanted and not getattr(platform.features, feature):
+            others = platforms_with(feature)
+            raise ConfigError(
+                f"{flag} is not supported on platform {platform.name!r}, only on {', '.join(others)}: "
+                f"set {flag} to false, or run there"
+            )
+
+
+def _check_hints(engine: str, hints: LayoutHints) -> LayoutHints:
+    if engine not in ENGINES:
+        raise ConfigError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
+    for name in hints:
+        if name not in LayoutHints.__annotations__:
+            near = get_close_matches(name, LayoutHints.__annotations__, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"no layout hint {name!r}; there are {', '.join(LayoutHints.__annotations__)}{hint}")
+    if engine == "vllm" and "block_size" not in hints:
+        raise ConfigError('layout_hints["block_size"] is missing: give the tokens of a block of the KV caches')
+    return {"block_size": 1, **hints}

@@ -1,0 +1,74 @@
+"""One direction of travel: a stream of copies, a stream of kernels, and the staging between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lwkv.platforms import Event, Platform
+
+
+@dataclass(slots=True, eq=False)
+class StagingBuffer:
+    """Device memory, uint8 (bytes,), with the events of the two streams that pass it back and forth."""
+
+    memory: torch.Tensor
+    filled: Event
+    emptied: Event
+    used: bool = False
+
+
+class Lane:
+    """Staging buffers used in turn. Whoever fills one waits until the stream that empties it is done.
+
+    Loads fill on `copies` and empty on `kernels`, saves the other way round.
+
+    Args:
+        num_buffers, buffer_bytes: how much staging; two buffers let a copy run beside a kernel.
+    """
+
+    def __init__(
+        self, platform: Platform, device: torch.device, num_buffers: int, buffer_bytes: int, filler: str
+    ) -> None:
+        self._platform = platform
+        self.copies = platform.new_stream(device)
+        # Kernels are short and whole layers wait for them: they go before the model's.
+        self.kernels = platform.new_stream(device, high_priority=True)
+        self._filler, self._emptier = (
+            (self.copies, self.kernels) if filler == "copies" else (self.kernels, self.copies)
+        )
+        self.buffer_bytes = buffer_bytes
+        self._buffers = [self._new_buffer(device) for _ in range(num_buffers)]
+        self._turn = 0
+        # The allocator may hand out memory that the current stream still reads.
+        for stream in (self.copies, self.kernels):
+            platform.wait_stream(stream, platform.current_stream(device))
+
+    def next_to_fill(self) -> StagingBuffer:
+        """The buffer whose turn it is; the filling stream has been made to wait until it is empty."""
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if buffer.used:
+            self._wait_emptied(buffer)
+        buffer.used = True
+        return buffer
+
+    def pass_on(self, buffer: StagingBuffer) -> None:
+        """Let the emptying stream start once all that the filling stream holds now is done."""
+        self._platform.record(buffer.filled, self._filler)
+        self._wait_filled(buffer)
+
+    def take_back(self, buffer: StagingBuffer) -> None:
+        """Mark the buffer as empty once all that the emptying stream holds now is done."""
+        self._platform.record(buffer.emptied, self._emptier)
+
+    def _wait_emptied(self, buffer: StagingBuffer) -> None:
+        self._platform.wait_event(self._filler, buffer.emptied)
+
+    def _wait_filled(self, buffer: StagingBuffer) -> None:
+        self._platform.wait_event(self._emptier, buffer.filled)
+
+    def _new_buffer(self, device: torch.device) -> StagingBuffer:
+        memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
+        return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event())

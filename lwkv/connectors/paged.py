@@ -1,0 +1,172 @@
+"""The PagedMem connector: pages go straight to and from the engine's own blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lwkv.config import Config
+from lwkv.connectors.lane import Lane
+from lwkv.connectors.loader import Load, Loader
+from lwkv.connectors.plan import Plan, Slice
+from lwkv.connectors.saver import Save, Saver
+from lwkv.connectors.upload import Uploads
+from lwkv.errors import LayoutError
+from lwkv.kernels import Kernels, choose_kernels
+from lwkv.layout import KVSpec, describe_layers
+from lwkv.paged_layer import PagedLayer
+from lwkv.platforms import Platform, Stream
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool import HostPool
+from lwkv.registered import Registered
+from lwkv.timeline import Timeline
+from lwkv.transfer import Transfer
+
+Registration: TypeAlias = "Mapping[str, Registered] | Sequence[Registered]"
+
+STAGING_ALIGNMENT = 512
+
+
+class PagedConnector:
+    """Moves layers between host pages and the engine's paged cache.
+
+    `register` comes first, then `start`; both are for the engine's start, not for a request.
+
+    Args:
+        config: chunk size and staging.
+        platform: of the device the caches are on.
+        spec: what the engine keeps of a token in a layer.
+        layout, opaque_tag: as in `describe_layers`.
+    """
+
+    name = "paged"
+
+    def __init__(
+        self,
+        config: Config,
+        platform: Platform,
+        spec: KVSpec,
+        layout: str | None = None,
+        opaque_tag: str | None = None,
+    ) -> None:
+        self.platform = platform
+        self.layers: Sequence[PagedLayer] = ()
+        self._config = config
+        self._spec = spec
+        self._layout = layout
+        self._opaque_tag = opaque_tag
+        self._lock = threading.Lock()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that every layer has."""
+        return min(layer.num_slots for layer in self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].device
+
+    @property
+    def page_format(self) -> str:
+        """What the bytes of the pages are, layer by layer: part of every key."""
+        kinds = [f"{layer.page_format}:{layer.parts}x{layer.row_bytes}" for layer in self.layers]
+        return ",".join(f"{kind}*{len(list(same))}" for kind, same in groupby(kinds))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the largest layer's page."""
+        return max(layer.page_bytes(self._config.chunk_size) for layer in self.layers)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that can only be moved together: 1, or a block where blocks are opaque."""
+        return max(layer.tokens_per_row for layer in self.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].dtype
+
+    def register(self, kvcaches: Registration) -> None:
+        """Describe what the engine registers; the same tensors again are fine.
+
+        Raises:
+            LayoutError: as `describe_layers`; other tensors than before; tensors of another device type.
+        """
+        layers = describe_layers(kvcaches, self._spec, self._layout, self._opaque_tag)
+        if layers[0].device.type != self.platform.device_type:
+            raise LayoutError(
+                f"layer {layers[0].name!r} is on {layers[0].device}, the platform is {self.platform.name!r}: "
+                "leave the platform to be detected, or name the one that the caches are on"
+            )
+        if self.layers and [layer.k.data_ptr() for layer in layers] != self._addresses():
+            raise LayoutError("other KV caches were registered before: make an engine for each set of caches")
+        if not self.layers:
+            self.layers = layers
+
+    def start(self, pool: HostPool, timeline: Timeline | None = None) -> None:
+        """Take streams and staging memory; `pool` is where pages will be, as large as `page_bytes`."""
+        timeline = timeline or Timeline(self.platform, self.device, on=False)
+        buffers = self._config.staging_buffers
+        buffer_bytes = max(self.page_bytes, self._config.staging_bytes // (2 * buffers))
+        buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+        self._chunks_per_slice = buffer_bytes // self.page_bytes
+        self.kernels: Kernels = choose_kernels(self.platform)
+        self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
+        self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="kernels")
+        self._loader = Loader(self.platform, self.device, self._load_lane, pool, timeline)
+        self._saver = Saver(self.platform, self.device, self._save_lane, pool, self.kernels, timeline)
+
+    def begin_load(self, transfer: Transfer) -> Load:
+        """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now."""
+        return self._loader.begin(self._plan(transfer, self._load_lane.kernels), self.num_layers)
+
+    def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
+        """Queue one layer: pages are int64 (chunks,), in use until what `end_load` returned has returned."""
+        with self._lock:
+            self._loader.queue(load, layer, self.layers[layer], pages, self._write)
+
+    def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
+        """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
+        load.plan = self._plan(load.plan.transfer.only(kept), self._load_lane.kernels)
+
+    def wait_layer(self, load: Load, layer: int) -> None:
+        """Make the current stream wait for a layer that has been queued."""
+        self._loader.wait(load, layer)
+
+    def end_load(self, load: Load) -> Callable[[], None]:
+        """End a batch; the call returned blocks until its host pages are no longer read."""
+        return self._loader.end(load)
+
+    def begin_save(self, transfer: Transfer) -> Save:
+        """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT."""
+        return Save(self._plan(transfer, self._save_lane.kernels))
+
+    def save_layer(self, save: Save, layer: int, pages: Int64s, sync: bool = True) -> None:
+        """Queue one layer into pages, int64 (chunks,), behind what the current stream holds if `sync`."""
+        with self._lock:
+            self._saver.queue(save, layer, self.layers[layer], pages, sync)
+
+    def end_save(self, save: Save) -> Callable[[], None]:
+        """End a batch: the blocks may change from here on. The call returned blocks until the bytes are there."""
+        self._saver.release_blocks()
+        return self._saver.end(save)
+
+    def _plan(self, transfer: Transfer, stream: Stream) -> Plan:
+        uploads = Uploads(self.platform, self.device, stream)
+        return Plan(transfer, uploads, self._config.chunk_size, self._chunks_per_slice)
+
+    def _write(self, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
+        self.kernels.scatter(target, staging, part.rows)
+
+    def _addresses(self) -> list[int]:
+        return [layer.k.data_ptr() for layer in self.layers]

@@ -1,0 +1,62 @@
+"""Turning stored keys to the positions at which they are used again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lwkv.connectors.upload import Uploads
+from lwkv.errors import ConfigError
+from lwkv.platforms.protocol import Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How a model turns its keys: RoPE (Su et al., arXiv 2104.09864) with the frequencies it really uses.
+
+    Args:
+        frequencies: radians a position, one for each pair of elements, after any scaling (Llama-3, YaRN).
+            YaRN's factor on the magnitude is in the stored keys already and does not belong here.
+        interleaved: pairs are elements (2i, 2i + 1); otherwise (i, i + half), as in NeoX and Llama.
+
+    Raises:
+        ConfigError: no frequency, or one that is not finite.
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.frequencies or not np.isfinite(self.frequencies).all():
+            raise ConfigError(f"rope frequencies must be finite and at least one, got {self.frequencies}")
+
+
+class Turn:
+    """Cosines and sines for the shifts of one load, on the device.
+
+    A prompt has few different shifts (one a segment), so only those are computed, in fp64, and each row
+    knows its own.
+
+    Args:
+        shift: int64 (rows,), each row's new position less its stored one.
+    """
+
+    def __init__(self, rope: Rope, shift: Int64s, uploads: Uploads) -> None:
+        shifts, index = np.unique(shift, return_inverse=True)
+        angles = np.outer(shifts, np.asarray(rope.frequencies, np.float64))
+        self.interleaved = rope.interleaved
+        self._cos = uploads.send(_as_fp32(np.cos(angles)))
+        self._sin = uploads.send(_as_fp32(np.sin(angles)))
+        self._index = uploads.send(torch.from_numpy(index.astype(np.int64).reshape(-1)))
+
+    def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of `rows`, int64 (n,), as fp32 (n, half); device work on the current stream."""
+        index = self._index[rows]
+        return self._cos[index], self._sin[index]
+
+
+def _as_fp32(values: npt.NDArray[np.float64]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))

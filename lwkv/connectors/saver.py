@@ -1,0 +1,81 @@
+"""Saves: a layer of the device into pages of host memory, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from lwkv.connectors.lane import Lane
+from lwkv.connectors.plan import Plan
+from lwkv.kernels import Kernels
+from lwkv.paged_layer import PagedLayer
+from lwkv.platforms import Platform
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool import HostPool
+from lwkv.timeline import Timeline
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """One batch on its way to host memory."""
+
+    plan: Plan
+
+
+class Saver:
+    """Queues saves on its lane; the host never waits for the device here."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        device: torch.device,
+        lane: Lane,
+        pool: HostPool,
+        kernels: Kernels,
+        timeline: Timeline,
+    ) -> None:
+        self._platform = platform
+        self._device = device
+        self._lane = lane
+        self._pool = pool
+        self._kernels = kernels
+        self._timeline = timeline
+
+    def queue(self, save: Save, layer: int, source: PagedLayer, pages: Int64s, sync: bool = True) -> None:
+        """Queue kernel and copy of one layer, behind what the current stream holds now if `sync`.
+
+        Args:
+            source: the layer read; its rows must not change before the call that `release_blocks` orders.
+            pages: int64 (chunks,), the host page of each chunk of the plan.
+        """
+        lane, sizes = self._lane, save.plan.sizes(source)
+        if sync:
+            self._wait_for_writers()
+        recording = self._timeline.span("save", layer, lane.kernels)
+        for part in save.plan.slices(source):
+            buffer = lane.next_to_fill()
+            work = partial(self._kernels.gather, source, buffer.memory, part.rows)
+            self._platform.launch(lane.kernels, work)
+            lane.pass_on(buffer)
+            chunks = slice(part.first, part.last)
+            stride = source.page_bytes(save.plan.chunk_size)
+            batch = self._pool.copy_batch(pages[chunks], sizes[chunks], stride)
+            self._platform.save_batch(buffer.memory, batch, lane.copies)
+            lane.take_back(buffer)
+        recording.end(lane.copies)
+
+    def release_blocks(self) -> None:
+        """Make the current stream wait until every queued save has read its blocks, so they may change."""
+        self._platform.wait_stream(self._platform.current_stream(self._device), self._lane.kernels)
+
+    def end(self, save: Save) -> Callable[[], None]:
+        """Return a blocking call that returns once every byte queued so far is in its host page."""
+        event = self._platform.new_event(blocking=True)
+        self._platform.record(event, self._lane.copies)
+        return partial(self._platform.d2h_fence, self._lane.copies, event)
+
+    def _wait_for_writers(self) -> None:
+        self._platform.wait_stream(self._lane.kernels, self._platform.current_stream(self._device))

@@ -1,0 +1,31 @@
+"""Small tables on their way to the device."""
+
+from __future__ import annotations
+
+import torch
+
+from lwkv.platforms import Platform, Stream
+
+
+class Uploads:
+    """Copies host tables to a device on one stream and keeps the page-locked originals.
+
+    The device tensors belong to `stream`, the originals to this object: keep it until the stream is past.
+    """
+
+    def __init__(self, platform: Platform, device: torch.device, stream: Stream) -> None:
+        self._platform = platform
+        self._device = device
+        self._stream = stream
+        self._pinned: list[torch.Tensor] = []
+
+    def send(self, table: torch.Tensor) -> torch.Tensor:
+        """Queue the copy of a non-empty host tensor and return the device's."""
+        memory = self._platform.alloc_pinned(table.nbytes)
+        pinned = memory.view(table.dtype).view(table.shape)
+        pinned.copy_(table)
+        self._pinned.append(memory)
+        with self._platform.use_stream(self._stream):
+            on_device = torch.empty(table.shape, dtype=table.dtype, device=self._device)
+        self._platform.copy_async(on_device, pinned, self._stream)
+        return on_device

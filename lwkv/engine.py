@@ -1,0 +1,282 @@
+"""The cache engine: what a serving engine calls to look up, retrieve and store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+
+from lwkv.config import Config
+from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
+from lwkv.connectors.paged import Registration
+from lwkv.counters import Counters
+from lwkv.errors import ClosedError, ConfigError
+from lwkv.keys import ChunkKey, as_token_ids, chunk_keys, make_namespace
+from lwkv.metadata import CacheMetadata
+from lwkv.pipeline import retrieve_steps, store_steps
+from lwkv.platforms import Platform
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool import HostPool
+from lwkv.request import CheckedRequest, Chunking, Request, check_request
+from lwkv.retrieval import BatchRetrieval, LoadSettings
+from lwkv.storage import StorageManager, Tier
+from lwkv.storing import BatchStoring
+from lwkv.timeline import Timeline
+from lwkv.workers import Workers
+
+__all__ = ["CacheEngine", "Request"]
+
+log = logging.getLogger(__name__)
+
+
+class CacheEngine:
+    """Keeps the KV of what was computed and brings it back, one layer at a time.
+
+    One engine serves the caches of one model on one device. Methods come from the thread that runs the
+    forward pass; `lookup` and `stats` may come from any. Everything it takes is given back by `close`.
+
+    Args:
+        connector: registered with the engine's KV caches, from CreateGPUConnector.
+        tiers: lower tiers, nearest first.
+        timeline: records loads and saves; None for not at all.
+
+    Raises:
+        ConfigError: settings that cannot work for these caches, such as a tier that does not exist.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        metadata: CacheMetadata,
+        connector: PagedConnector,
+        tiers: Sequence[Tier] = (),
+        timeline: Timeline | None = None,
+    ) -> None:
+        _refuse_missing_tiers(config, tiers)
+        self.config = config
+        self.connector = connector
+        self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
+        self._namespace = make_namespace(
+            _as_registered(metadata, connector), config.chunk_size, connector.page_format
+        )
+        self._counters = Counters()
+        self._pool = HostPool(
+            connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes
+        )
+        self._pool.reserve(config.reserve_bytes)
+        self._storage = StorageManager(
+            self._pool, connector.num_layers, tiers, config.load_timeout_s, self._counters
+        )
+        self._completions = Workers("completions", 1)
+        self._settings = LoadSettings(config.lookahead_layers, config.prefetch_layers, config.load_timeout_s)
+        self._seen_caches: Registration | None = None
+        self._closed = False
+        connector.start(self._pool, timeline)
+        log.info("%s", self._describe())
+
+    @classmethod
+    def create(
+        cls,
+        config: Config,
+        metadata: CacheMetadata,
+        kvcaches: Registration,
+        engine: str = "vllm",
+        layout_hints: LayoutHints | None = None,
+        platform: str | Platform | None = None,
+        tiers: Sequence[Tier] = (),
+        timeline: Timeline | None = None,
+    ) -> CacheEngine:
+        """Make the connector for `kvcaches` and the engine on it; arguments as CreateGPUConnector's."""
+        connector = CreateGPUConnector(config, metadata, engine, layout_hints, platform)
+        connector.register(kvcaches)
+        return cls(config, metadata, connector, tiers, timeline)
+
+    @property
+    def num_layers(self) -> int:
+        return self.connector.num_layers
+
+    def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
+        """Count the leading tokens that are cached, in any tier; no slot or pin is taken."""
+        self._require_open()
+        ids = as_token_ids(tokens)
+        counts = self._chunking.chunk_tokens(len(ids))
+        keys = self._keys(ids[: int(counts.sum())], salts)
+        return int(counts[: self._storage.lookup(keys)].sum())
+
+    def retrieve_layer(
+        self,
+        tokens: Any,
+        mask: Any = None,
+        *,
+        slot_mapping: Any,
+        kvcaches: Registration | None = None,
+        sync: bool = True,
+        salts: Sequence[str] = (),
+    ) -> Generator[int | torch.Tensor | None, None, None]:
+        """Load what is cached of one request, in num_layers + 2 steps on every path.
+
+        Step 1 yields the number of tokens that will be loaded. Step i + 2 queues layer i and, if `sync`, makes
+        the current stream wait for layer i - 1. The last yields bool (tokens,) on the host, True for the tokens
+        really retrieved; the current stream waits for the last layer by then, and nothing is held any more.
+        Closing the generator early is safe. What fails is a miss, never an exception.
+
+        Args:
+            tokens, mask, slot_mapping, salts: see Request.
+            kvcaches: the registered caches, for callers that pass them each time.
+
+        Raises (at the call):
+            RequestError: arguments that do not fit. ClosedError: the engine is closed.
+        """
+        request = self._check(Request(tokens, slot_mapping, mask, salts), kvcaches)
+        return retrieve_steps(self._retrieval([request]), sync, itemgetter(0))
+
+    def store_layer(
+        self,
+        tokens: Any,
+        mask: Any = None,
+        *,
+        slot_mapping: Any,
+        kvcaches: Registration | None = None,
+        sync: bool = True,
+        salts: Sequence[str] = (),
+    ) -> Generator[None, None, None]:
+        """Store what is new of one request, in num_layers + 1 steps on every path.
+
+        Take step i + 1 when the current stream has been told to compute layer i. The last step lets the chunks
+        become visible once their bytes have arrived, and makes the current stream wait until the blocks have
+        been read. Chunks wholly in the masked part, known ones and those that lack a slot are left out; where
+        host memory cannot be freed nothing is stored. Closing the generator early is safe and stores nothing.
+
+        Args and Raises: as for `retrieve_layer`.
+        """
+        request = self._check(Request(tokens, slot_mapping, mask, salts), kvcaches)
+        return store_steps(self._storing([request], sync))
+
+    def retrieve_batch(
+        self, requests: Sequence[Request], sync: bool = True
+    ) -> Generator[list[int] | list[torch.Tensor] | None, None, None]:
+        """As `retrieve_layer`, for several requests merged into one transfer a layer; yields a list."""
+        return retrieve_steps(self._retrieval([self._check(request) for request in requests]), sync, list)
+
+    def store_batch(self, requests: Sequence[Request], sync: bool = True) -> Generator[None, None, None]:
+        """As `store_layer`, for several requests merged into one transfer a layer."""
+        return store_steps(self._storing([self._check(request) for request in requests], sync))
+
+    def retrieve(self, tokens: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
+        """Load all layers at once, in front of the current stream's next work; arguments and mask as above."""
+        *_, loaded = self.retrieve_layer(tokens, mask, **arguments)
+        return cast(torch.Tensor, loaded)
+
+    def store(self, tokens: Any, mask: Any = None, **arguments: Any) -> None:
+        """Store all layers at once, behind the current stream's work; `flush` waits until they are visible."""
+        for _ in self.store_layer(tokens, mask, **arguments):
+            pass
+
+    def freeze(self, frozen: bool = True) -> None:
+        """Store nothing from now on, or store again; what is cached goes on being retrieved."""
+        self._storage.frozen = frozen
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Block until all stores and loads in flight have ended; False if that takes longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        return self._completions.wait_idle(timeout_s) and self._storage.wait_idle(deadline - time.monotonic())
+
+    def stats(self) -> dict[str, int]:
+        """Totals since the start, and what is held now; at rest pins and writes_in_flight are 0."""
+        return self._counters.totals() | {
+            "chunks": len(self._storage.host),
+            "chunks_evicted": self._storage.host.evicted,
+            "pins": self._storage.host.pins,
+            "writes_in_flight": self._storage.writes_in_flight,
+            "pages": self._pool.num_pages,
+            "pages_in_use": self._pool.pages_in_use,
+            "page_references": self._pool.references,
+        }
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Wait for what is in flight and give everything back; idempotent. Close generators first."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._completions.close(timeout_s):
+            log.warning("transfers were still in flight %.1f s after close; their memory is not given back", timeout_s)
+        self._storage.close(timeout_s)
+        self._pool.close()
+
+    def __enter__(self) -> CacheEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _retrieval(self, requests: Sequence[CheckedRequest]) -> BatchRetrieval:
+        return BatchRetrieval(
+            requests,
+            self._request_keys,
+            self._storage,
+            self.connector,
+            self._complete,
+            self._counters,
+            self._settings,
+        )
+
+    def _storing(self, requests: Sequence[CheckedRequest], sync: bool) -> BatchStoring:
+        return BatchStoring(
+            requests, self._request_keys, self._storage, self.connector, self._complete, sync
+        )
+
+    def _check(self, request: Request, kvcaches: Registration | None = None) -> CheckedRequest:
+        self._require_open()
+        if kvcaches is not None and kvcaches is not self._seen_caches:
+            self.connector.register(kvcaches)
+            self._seen_caches = kvcaches
+        return check_request(request, self.connector.num_slots, self._chunking)
+
+    def _request_keys(self, request: CheckedRequest) -> list[ChunkKey]:
+        return self._keys(request.ids[: int(request.chunk_tokens.sum())], request.salts)
+
+    def _keys(self, ids: Int64s, salts: Sequence[str]) -> list[ChunkKey]:
+        return chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, self._chunking.partial)
+
+    def _complete(self, job: Callable[[], None]) -> None:
+        self._completions.submit(job).add_done_callback(self._note_error)
+
+    def _note_error(self, job: Future[None]) -> None:
+        error = None if job.cancelled() else job.exception()
+        if error is not None:
+            self._counters.add("transfer_errors")
+            log.error("a transfer failed on the device, its memory is not used again: %r", error)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the cache engine is closed; make a new one")
+
+    def _describe(self) -> str:
+        mode = "layer by layer" if self.config.use_layerwise else "in bulk (use_layerwise is off)"
+        return (
+            f"lwkv moves KV {mode}: platform {self.connector.platform.name}, connector {self.connector.name}, "
+            f"{self.connector.kernels.name} kernels, {self.num_layers} layers, pages of "
+            f"{self.connector.page_bytes} bytes, up to {self._pool.max_pages} of them"
+        )
+
+
+def _as_registered(metadata: CacheMetadata, connector: PagedConnector) -> CacheMetadata:
+    """The metadata with what the engine really registered in place of what the model's config says."""
+    return replace(
+        metadata, num_layers=connector.num_layers, kv_dtype=metadata.kv_dtype or connector.dtype
+    )
+
+
+def _refuse_missing_tiers(config: Config, tiers: Sequence[Tier]) -> None:
+    for key in ("local_disk", "remote_url"):
+        value = getattr(config, key)
+        if value is not None and not tiers:
+            raise ConfigError(f"{key} is {value!r}, but this version has no tier for it: leave {key} out")
+    if not config.local_cpu and not tiers:
+        raise ConfigError("local_cpu is false and there is no other tier: nothing could be kept; set it to true")

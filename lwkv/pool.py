@@ -1,0 +1,176 @@
+"""Host memory: page-locked slabs, cut into equal pages that are counted by reference."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import torch
+
+from lwkv.errors import ConfigError
+from lwkv.free_list import FreeList
+from lwkv.platforms import CopyBatch, Platform
+from lwkv.platforms.protocol import Int64s
+
+log = logging.getLogger(__name__)
+
+PAGE_ALIGNMENT = 4096
+DEFAULT_SLAB_BYTES = 256 << 20
+
+
+class HostPool:
+    """Pages of page-locked host memory, numbered from 0; slabs are added on demand up to `max_bytes`.
+
+    A page starts 4096-aligned and holds `page_bytes` usable bytes. Every page handed out has a reference
+    count; at zero it is free again. All methods are thread-safe.
+
+    Args:
+        page_bytes: usable bytes of a page, > 0.
+        max_bytes: upper bound of all slabs together.
+        slab_bytes: size of one slab; rounded down to whole pages, at least one.
+
+    Raises:
+        ConfigError: `max_bytes` does not hold a single page.
+    """
+
+    def __init__(
+        self, platform: Platform, page_bytes: int, max_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES
+    ) -> None:
+        self._platform = platform
+        self.page_bytes = page_bytes
+        self.page_stride = -(-page_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        self.max_pages = max_bytes // self.page_stride
+        if self.max_pages == 0:
+            raise ConfigError(
+                f"max_local_cpu_size holds {max_bytes} bytes, but one chunk of one layer needs "
+                f"{self.page_stride}: raise max_local_cpu_size or lower chunk_size"
+            )
+        self._span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
+        self._slabs: list[torch.Tensor] = []
+        self._bases = np.zeros(0, np.int64)
+        self._free = FreeList(self._span)
+        self._references = np.zeros(self.max_pages, np.int32)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that exist now."""
+        return min(len(self._slabs) * self._span, self.max_pages)
+
+    @property
+    def pages_in_use(self) -> int:
+        with self._lock:
+            return self.num_pages - self._free.num_free
+
+    @property
+    def references(self) -> int:
+        """Sum of all reference counts."""
+        with self._lock:
+            return int(self._references.sum())
+
+    def reserve(self, num_bytes: int) -> None:
+        """Page-lock slabs for `num_bytes` now instead of on demand. Raises MemoryError."""
+        with self._lock:
+            while self.num_pages < min(self.max_pages, -(-num_bytes // self.page_stride)):
+                self._grow()
+
+    def allocate(self, count: int) -> Int64s | None:
+        """Take `count` pages with one reference each, as int64 (count,), or nothing at all.
+
+        Neighbouring numbers are neighbouring memory wherever the pool has such runs. Returns None where the
+        pages are not there, or after `close`; never waits.
+        """
+        with self._lock:
+            if self._closed or not self._ensure_free(count):
+                return None
+            runs = self._free.take(count)
+            pages = np.concatenate([np.arange(start, end) for start, end in runs] or [np.zeros(0, np.int64)])
+            self._references[pages] = 1
+            return pages
+
+    def shortage(self, count: int) -> int:
+        """How many pages more would have to be free for `allocate(count)`."""
+        with self._lock:
+            return max(0, count - self._free.num_free)
+
+    def share(self, pages: Int64s) -> None:
+        """Add one reference to each of `pages`, distinct numbers in use."""
+        with self._lock:
+            self._require_used(pages)
+            self._references[pages] += 1
+
+    def release(self, pages: Int64s) -> None:
+        """Drop one reference of each of `pages`, distinct numbers in use; free those at zero."""
+        with self._lock:
+            self._require_used(pages)
+            self._references[pages] -= 1
+            for run in _runs(np.sort(pages[self._references[pages] == 0]), self._span):
+                self._free.give(int(run[0]), int(run[-1]) + 1)
+
+    def page(self, number: int) -> torch.Tensor:
+        """The usable bytes of a page, uint8 (page_bytes,); valid as long as the caller holds a reference."""
+        start = number % self._span * self.page_stride
+        return self._slabs[number // self._span].narrow(0, start, self.page_bytes)
+
+    def copy_batch(self, pages: Int64s, sizes: Int64s, device_stride: int) -> CopyBatch:
+        """Describe the first `sizes[i]` bytes of page `pages[i]` lying at `i * device_stride` of a buffer.
+
+        Neighbouring full pages become one run where both sides are contiguous.
+        """
+        slab_of, inner = np.divmod(pages, self._span)
+        joined = np.empty(len(pages), bool)
+        joined[:1] = False
+        if self.page_stride == device_stride:
+            joined[1:] = (np.diff(pages) == 1) & (sizes[:-1] == device_stride) & (inner[1:] != 0)
+        else:
+            joined[1:] = False
+        first = np.flatnonzero(~joined)
+        offsets = inner[first] * self.page_stride
+        slab_of = slab_of[first]
+        return CopyBatch(
+            slabs=self._slabs,
+            slab_of=slab_of,
+            host_offsets=offsets,
+            host_addresses=self._bases[slab_of] + offsets,
+            device_offsets=first * device_stride,
+            sizes=np.add.reduceat(sizes, first) if len(first) else sizes,
+        )
+
+    def close(self) -> None:
+        """Hand out nothing any more, and give the slabs back to the system unless a page is still in use."""
+        with self._lock:
+            self._closed = True
+            if not self._references.any():
+                self._slabs = []
+
+    def _ensure_free(self, count: int) -> bool:
+        while self._free.num_free < count and self.num_pages < self.max_pages:
+            try:
+                self._grow()
+            except MemoryError as error:
+                log.warning("host pool stays at %d pages: %s", self.num_pages, error)
+                self.max_pages = self.num_pages
+        return self._free.num_free >= count
+
+    def _grow(self) -> None:
+        start = self.num_pages
+        end = min(start + self._span, self.max_pages)
+        slab = self._platform.alloc_pinned((end - start) * self.page_stride)
+        # A new list: batches made before keep the one they were given.
+        self._slabs = [*self._slabs, slab]
+        self._bases = np.append(self._bases, slab.data_ptr())
+        self._free.give(start, end)
+
+    def _require_used(self, pages: Int64s) -> None:
+        if (self._references[pages] <= 0).any():
+            raise ValueError(f"pages {pages[self._references[pages] <= 0].tolist()} are not in use")
+
+
+def _runs(pages: Int64s, span: int) -> list[Int64s]:
+    """Split sorted page numbers where neighbours end or a slab begins."""
+    if not len(pages):
+        return []
+    breaks = (np.diff(pages) != 1) | (pages[1:] % span == 0)
+    return np.split(pages, np.flatnonzero(breaks) + 1)

@@ -1,0 +1,140 @@
+"""One request's tokens and where the engine keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lwkv.errors import RequestError
+from lwkv.platforms.protocol import Int64s
+from lwkv.token_ids import as_token_ids
+from lwkv.transfer import NO_SLOT, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Tokens to retrieve or to store.
+
+    Args:
+        tokens: token ids, (tokens,): list, tuple, numpy array or tensor.
+        slot_mapping: each token's slot in the engine's cache, (tokens,), NO_SLOT (-1) for a token without one.
+            On the host, please: one on the device is fetched, which waits for it.
+        mask: bool (tokens,), False for a leading part that the engine has itself; None means all True.
+        salts: what else decides the bytes: LoRA name, cache salt, hashes of images; order matters.
+    """
+
+    tokens: Any
+    slot_mapping: Any
+    mask: Any = None
+    salts: Sequence[str] = ()
+
+
+class Chunking(NamedTuple):
+    """How tokens are cut into chunks.
+
+    `chunk_size` tokens each; a smaller last one counts if `partial`, cut down to a multiple of `unit` tokens.
+    """
+
+    chunk_size: int
+    partial: bool
+    unit: int = 1
+
+    def chunk_tokens(self, num_tokens: int) -> Int64s:
+        """Tokens of each chunk, int64 (chunks,)."""
+        full, rest = divmod(num_tokens, self.chunk_size)
+        rest -= rest % self.unit
+        return np.array([self.chunk_size] * full + [rest] * (self.partial and rest > 0), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that fits the engine's cache.
+
+    Attributes:
+        ids, slots: int64 (tokens,).
+        first: tokens at the beginning that the engine has itself.
+        chunk_tokens: int64 (chunks,), tokens of each chunk.
+    """
+
+    ids: Int64s
+    slots: Int64s
+    first: int
+    salts: tuple[str, ...]
+    chunk_size: int
+    chunk_tokens: Int64s
+
+    def loads(self, first_chunk: int, last_chunk: int) -> Transfer:
+        """Move chunks [first_chunk, last_chunk), less the tokens that the engine has itself."""
+        counts = self.chunk_tokens[first_chunk:last_chunk]
+        start = first_chunk * self.chunk_size
+        slots = self.slots[start : start + int(counts.sum())].copy()
+        slots[: max(0, self.first - start)] = NO_SLOT
+        return Transfer(counts, slots)
+
+    def saves(self) -> Transfer:
+        """Move every chunk."""
+        return Transfer(self.chunk_tokens, self.slots[: int(self.chunk_tokens.sum())])
+
+    def new_chunks(self) -> npt.NDArray[np.bool_]:
+        """Chunks that can be stored: not wholly in the masked part, and with a slot for every token."""
+        ends = np.cumsum(self.chunk_tokens)
+        without = np.cumsum(np.append(0, self.slots == NO_SLOT))
+        with_slots: npt.NDArray[np.bool_] = without[ends] == without[ends - self.chunk_tokens]
+        return (ends > self.first) & with_slots
+
+
+def check_request(request: Request, num_slots: int, chunking: Chunking) -> CheckedRequest:
+    """Bring a request into one form.
+
+    Raises:
+        RequestError: tokens that are no ids; a slot mapping or mask of another length or kind; slots out of
+            range or given twice, or not whole blocks where only these can be moved; a mask that is not False,
+            then True.
+    """
+    ids = as_token_ids(request.tokens)
+    slots = _as_slots(request.slot_mapping, len(ids), num_slots)
+    first = _leading_false(request.mask, len(ids))
+    counts = chunking.chunk_tokens(len(ids))
+    checked = CheckedRequest(ids, slots, first, tuple(request.salts), chunking.chunk_size, counts)
+    checked.loads(0, len(counts)).row_slots(chunking.unit)
+    return checked
+
+
+def _as_slots(slot_mapping: Any, num_tokens: int, num_slots: int) -> Int64s:
+    slots = _as_array(slot_mapping)
+    if slots.shape != (num_tokens,) or (num_tokens and slots.dtype.kind not in "iu"):
+        raise RequestError(
+            f"slot_mapping is {slots.dtype} {slots.shape}; it must be whole numbers, one for each of the "
+            f"{num_tokens} tokens"
+        )
+    slots = slots.astype(np.int64)
+    wrong = slots[(slots < NO_SLOT) | (slots >= num_slots)]
+    if len(wrong):
+        raise RequestError(f"slot {wrong[0]} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none")
+    used = np.sort(slots[slots != NO_SLOT])
+    if len(used) and (used[1:] == used[:-1]).any():
+        raise RequestError(f"slot {used[:-1][used[1:] == used[:-1]][0]} is given to two tokens of a request")
+    return slots
+
+
+def _leading_false(mask: Any, num_tokens: int) -> int:
+    if mask is None:
+        return 0
+    flags = _as_array(mask)
+    if flags.shape != (num_tokens,) or (num_tokens and flags.dtype != np.bool_):
+        raise RequestError(
+            f"mask is {flags.dtype} {flags.shape}; it must be bool, one for each of the {num_tokens} tokens"
+        )
+    first = num_tokens - int(flags.sum())
+    if flags[:first].any():
+        raise RequestError("mask must be False for a leading part and True from there on")
+    return first
+
+
+def _as_array(values: Any) -> npt.NDArray[Any]:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)

@@ -1,0 +1,192 @@
+"""A batch of requests on its way from the tiers to the device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lwkv.connectors.loader import Load
+from lwkv.connectors.paged import PagedConnector
+from lwkv.counters import Counters
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.request import CheckedRequest
+from lwkv.storage import MISSING, Hold, LayerPages, StorageManager
+from lwkv.transfer import NO_SLOT, Transfer
+
+log = logging.getLogger(__name__)
+
+Flags: TypeAlias = "npt.NDArray[np.bool_]"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """What of the configuration decides how loads run, in layers and seconds."""
+
+    lookahead_layers: int
+    prefetch_layers: int
+    timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One request's share of the batch: the chunks held for it, whose first token is number `start`."""
+
+    request: CheckedRequest
+    start: int
+    hold: Hold
+    transfer: Transfer
+
+
+class BatchRetrieval:
+    """Implements `lwkv.pipeline.Retrieval` for requests that are merged into one transfer a layer."""
+
+    def __init__(
+        self,
+        requests: Sequence[CheckedRequest],
+        keys_of: Callable[[CheckedRequest], list[ChunkKey]],
+        storage: StorageManager,
+        connector: PagedConnector,
+        complete: Callable[[Callable[[], None]], object],
+        counters: Counters,
+        settings: LoadSettings,
+    ) -> None:
+        self.num_layers = connector.num_layers
+        self._requests = requests
+        self._keys_of = keys_of
+        self._storage = storage
+        self._connector = connector
+        self._complete = complete
+        self._counters = counters
+        self._settings = settings
+        self._parts: list[Part] = []
+        self._load: Load | None = None
+        self._futures: list[list[Future[LayerPages]]] = []
+        self._queued = 0
+        self._closed = False
+
+    def open(self) -> list[int]:
+        """Look up and pin; return for each request how many tokens will be loaded."""
+        self._deadline = time.monotonic() + self._settings.timeout_s
+        self._parts = [self._hold(request) for request in self._requests]
+        transfer = Transfer.join([part.transfer for part in self._parts])
+        self._alive = np.ones(transfer.num_chunks, bool)
+        moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
+        if any(moved):
+            self._begin(transfer)
+        self._counters.add("tokens_asked", sum(len(request.ids) - request.first for request in self._requests))
+        return moved
+
+    def queue(self, layer: int) -> None:
+        if self._load is None:
+            return
+        self._ask_up_to(layer + self._settings.prefetch_layers)
+        last = min(layer + self._settings.lookahead_layers, self.num_layers - 1)
+        while self._queued <= last:
+            if self._queued > layer and not self._is_there(self._queued):
+                break
+            self._queue_next(self._load)
+
+    def wait(self, layer: int) -> None:
+        if self._load is not None:
+            self._connector.wait_layer(self._load, layer)
+
+    def result(self) -> list[torch.Tensor]:
+        """For each request, bool (tokens,) on the host: True where every layer of the token was queued."""
+        parts = zip(self._parts, self._split(self._alive), strict=True)
+        masks = [_mask(part, alive) for part, alive in parts]
+        self._counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
+        return masks
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        holds = [part.hold for part in self._parts]
+        if self._load is None:
+            _release(holds)
+            return
+        if self._queued:
+            self._connector.wait_layer(self._load, self._queued - 1)
+        self._complete(partial(_release, holds, self._connector.end_load(self._load), self._load))
+
+    def _hold(self, request: CheckedRequest) -> Part:
+        first = request.first // request.chunk_size
+        hold = self._storage.hold(self._keys_of(request)[first:], request.chunk_tokens[first:].tolist())
+        start = first * request.chunk_size
+        return Part(request, start, hold, request.loads(first, first + len(hold.found)))
+
+    def _begin(self, transfer: Transfer) -> None:
+        try:
+            self._load = self._connector.begin_load(transfer)
+        except torch.OutOfMemoryError as error:
+            self._counters.add("load_failures")
+            log.warning("no device memory to load %d chunks: %s", transfer.num_chunks, error)
+            self._alive[:] = False
+        else:
+            self._ask_up_to(self._settings.prefetch_layers)
+
+    def _ask_up_to(self, layer: int) -> None:
+        layers = range(len(self._futures), min(layer + 1, self.num_layers))
+        asked = [self._storage.layerwise_batched_get(part.hold, layers) for part in self._parts]
+        self._futures += [list(futures) for futures in zip(*asked, strict=True)]
+
+    def _is_there(self, layer: int) -> bool:
+        self._ask_up_to(layer)
+        return all(future.done() for future in self._futures[layer])
+
+    def _queue_next(self, load: Load) -> None:
+        layer = self._queued
+        pages = self._pages(layer)[self._alive]
+        if (pages == MISSING).any():
+            pages = self._drop(load, layer, pages)
+        self._connector.load_layer(load, layer, pages)
+        self._queued += 1
+
+    def _pages(self, layer: int) -> Int64s:
+        futures = self._futures[layer]
+        if not all(future.done() for future in futures):
+            wait(futures, max(0.0, self._deadline - time.monotonic()))
+        return np.concatenate(
+            [
+                future.result().pages if future.done() else part.hold.host_pages(layer)
+                for future, part in zip(futures, self._parts, strict=True)
+            ]
+        )
+
+    def _drop(self, load: Load, layer: int, pages: Int64s) -> Int64s:
+        kept = pages != MISSING
+        self._counters.add("load_failures", int((~kept).sum()))
+        log.warning("layer %d of %d chunks did not arrive: their tokens are recomputed", layer, (~kept).sum())
+        self._alive[self._alive] = kept
+        self._connector.drop_chunks(load, kept)
+        arrived: Int64s = pages[kept]
+        return arrived
+
+    def _split(self, chunks: Flags) -> list[Flags]:
+        ends = np.cumsum([part.transfer.num_chunks for part in self._parts])
+        return np.split(chunks, ends)[: len(self._parts)]
+
+
+def _mask(part: Part, alive: Flags) -> torch.Tensor:
+    moved = np.repeat(alive, part.transfer.chunk_tokens) & (part.transfer.slots != NO_SLOT)
+    mask = np.zeros(len(part.request.ids), bool)
+    mask[part.start : part.start + len(moved)] = moved
+    return torch.from_numpy(mask)
+
+
+def _release(holds: Sequence[Hold], fence: Callable[[], None] | None = None, load: Load | None = None) -> None:
+    """Give the pages back once `fence` has returned; `load` is only kept until then."""
+    if fence is not None:
+        fence()
+    for hold in holds:
+        hold.release()

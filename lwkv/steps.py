@@ -1,0 +1,106 @@
+"""The four steps of a serving engine around one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lwkv.engine import CacheEngine, Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """How one step ended.
+
+    Attributes:
+        loaded: for each load, bool (tokens,) on the host: True where the token's KV was in place in every
+            layer before that layer was waited for. A promised token that is False must be computed again, and
+            nothing computed from its request in this step may be used.
+        stored: whether the step's stores were handed on. They are not if any promised token failed: what was
+            computed in such a step may rest on it.
+    """
+
+    loaded: list[torch.Tensor]
+    stored: bool
+
+
+class LayerSteps:
+    """Drives an engine's generators from hooks that come around each layer.
+
+    The engine calls `begin`, `start_load_kv`, for each layer `wait_for_layer_load` before its attention and
+    `save_kv_layer` after it, and `wait_for_save`. A hook may come twice, late, or not at all: hooks are
+    idempotent per layer, and `wait_for_save` ends the step in any case. For one thread and one step at a time.
+    """
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+        self._num_layers = engine.num_layers
+        self.begin((), ())
+
+    def begin(self, loads: Sequence[Request], stores: Sequence[Request]) -> None:
+        """Announce a step: what is to be loaded before its layers compute, what to be stored after.
+
+        Raises RequestError for requests that do not fit, before anything is held.
+        """
+        self._promised: list[int] = [0] * len(loads)
+        self._load: Generator[Any, None, None] | None = self._engine.retrieve_batch(loads) if loads else None
+        self._store: Generator[None, None, None] | None = self._engine.store_batch(stores) if stores else None
+        self._loads_taken = 0
+        self._stores_taken = 0
+        self._computed: set[int] = set()
+        self._masks: list[torch.Tensor] = []
+
+    def start_load_kv(self) -> list[int]:
+        """Queue the first layer of all loads; return how many tokens of each will be loaded."""
+        if self._load is not None and self._loads_taken == 0:
+            self._promised = next(self._load)
+            next(self._load)
+            self._loads_taken = 2
+        return self._promised
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Make the current stream wait for `layer` of all loads, and queue the next one."""
+        self.start_load_kv()
+        self._advance_load(layer + 3)
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Queue the save of `layer`, whose KV the current stream has been told to write."""
+        self._computed.add(layer)
+        while self._store is not None and self._stores_taken in self._computed:
+            next(self._store)
+            self._stores_taken += 1
+
+    def wait_for_save(self) -> StepResult:
+        """End the step: queue what is left, and make the current stream wait for all that is in flight."""
+        waited = self._load is None or self._loads_taken == self._num_layers + 2
+        if self._load is not None:
+            self.start_load_kv()
+            self._advance_load(self._num_layers + 2)
+        if not waited:
+            # Some layer computed without its load: whatever came of these tokens cannot be trusted.
+            self._masks = [torch.zeros_like(mask) for mask in self._masks]
+        stored = self._end_store(self._all_loaded())
+        return StepResult(self._masks, stored)
+
+    def _advance_load(self, steps: int) -> None:
+        while self._load is not None and self._loads_taken < min(steps, self._num_layers + 2):
+            item = next(self._load)
+            self._loads_taken += 1
+            if self._loads_taken == self._num_layers + 2:
+                self._masks = item
+
+    def _all_loaded(self) -> bool:
+        return all(int(mask.sum()) == count for mask, count in zip(self._masks, self._promised, strict=True))
+
+    def _end_store(self, valid: bool) -> bool:
+        store, self._store = self._store, None
+        if store is None:
+            return False
+        if valid:
+            for _ in store:
+                pass
+        store.close()
+        return valid

@@ -1,0 +1,144 @@
+"""A request's claim on the cached chunks it is about to load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.storage.host import Chunk
+from lwkv.storage.tier import Tier
+
+MISSING = -1
+
+
+class LayerPages(NamedTuple):
+    """One layer of the chunks held: the page of each, int64 (chunks,), MISSING where it did not arrive."""
+
+    pages: Int64s
+
+
+@dataclass(slots=True)
+class Found:
+    """Where one chunk was found: pinned in the host tier, or in a lower tier."""
+
+    key: ChunkKey
+    num_tokens: int
+    chunk: Chunk | None = None
+    tier: Tier | None = None
+
+
+@dataclass(eq=False)
+class Hold:
+    """The chunks found, pinned, and the pages that arrive for those from lower tiers.
+
+    `fetched` is int64 (layers, chunks): pages taken for lower-tier chunks so far. They belong to the hold
+    until `release`, which hands complete chunks to `promote` and the other pages to `give_back`.
+    """
+
+    found: Sequence[Found]
+    num_layers: int
+    unpin: Callable[[Sequence[Chunk]], None]
+    promote: Callable[[Sequence[ChunkKey], Sequence[Chunk]], None]
+    give_back: Callable[[Int64s], None]
+    fetched: Int64s = field(init=False)
+    in_host: npt.NDArray[np.bool_] = field(init=False)
+    _host_pages: Int64s = field(init=False)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _released: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.in_host = np.array([item.chunk is not None for item in self.found], bool)
+        self.fetched = np.full((self.num_layers, len(self.found)), MISSING, np.int64)
+        self._host_pages = self.fetched.copy()
+        pages = [item.chunk.pages for item in self.found if item.chunk is not None]
+        if pages:
+            self._host_pages[:, self.in_host] = np.stack(pages, axis=1)
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        return [item.key for item in self.found]
+
+    def lower_by_tier(self) -> list[tuple[Tier, Int64s]]:
+        """Each lower tier that has some of the chunks, with their positions."""
+        tiers = {id(item.tier): item.tier for item in self.found if item.tier is not None}
+        return [(tier, self._positions_in(tier)) for tier in tiers.values()]
+
+    def host_pages(self, layer: int) -> Int64s:
+        """The pages of `layer` in the host tier, a copy; MISSING for chunks of lower tiers."""
+        pages: Int64s = self._host_pages[layer].copy()
+        return pages
+
+    def arrived(self, layer: int, positions: Int64s, pages: Int64s, ok: npt.NDArray[np.bool_]) -> None:
+        """Take over `pages` as fetched where `ok`; the others, and all after `release`, go back at once."""
+        with self._lock:
+            if self._released:
+                ok = np.zeros_like(ok)
+            self.fetched[layer, positions[ok]] = pages[ok]
+        if not ok.all():
+            self.give_back(pages[~ok])
+
+    def release(self) -> None:
+        """Unpin and give back everything, once; pages may not be in use by a device any more."""
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+        self.unpin([item.chunk for item in self.found if item.chunk is not None])
+        complete = (self.fetched != MISSING).all(axis=0)
+        positions = np.flatnonzero(complete & ~self.in_host).tolist()
+        self.promote(
+            [self.found[i].key for i in positions],
+            [Chunk(self.fetched[:, i].copy(), self.found[i].num_tokens) for i in positions],
+        )
+        rest = self.fetched[:, ~complete]
+        if (rest != MISSING).any():
+            self.give_back(rest[rest != MISSING])
+
+    def _positions_in(self, tier: Tier) -> Int64s:
+        return np.array([i for i, item in enumerate(self.found) if item.tier is tier], np.int64)
+
+
+class LayerFetch:
+    """Collects what several tiers bring for one layer of a hold and completes one future with it."""
+
+    def __init__(self, hold: Hold, layer: int, num_parts: int) -> None:
+        self.future: Future[LayerPages] = Future()
+        self._hold = hold
+        self._layer = layer
+        self._pages = hold.host_pages(layer)
+        self._missing_parts = num_parts
+        self._lock = threading.Lock()
+        if num_parts == 0:
+            self.future.set_result(LayerPages(self._pages))
+
+    def watch(self, part: Future[npt.NDArray[np.bool_]], positions: Int64s, pages: Int64s) -> None:
+        """Take `pages` for the chunks at `positions` once `part` says which of them arrived."""
+        part.add_done_callback(partial(self._finish, positions, pages))
+
+    def part_failed(self) -> None:
+        """Count one part as done with nothing arrived."""
+        self._count_part()
+
+    def _finish(self, positions: Int64s, pages: Int64s, part: Future[npt.NDArray[np.bool_]]) -> None:
+        failed = part.cancelled() or part.exception() is not None
+        ok = np.zeros(len(pages), bool) if failed else part.result()
+        with self._lock:
+            self._pages[positions[ok]] = pages[ok]
+        self._hold.arrived(self._layer, positions, pages, ok)
+        self._count_part()
+
+    def _count_part(self) -> None:
+        with self._lock:
+            self._missing_parts -= 1
+            done = self._missing_parts == 0
+        if done:
+            self.future.set_result(LayerPages(self._pages))

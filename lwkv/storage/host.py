@@ -1,0 +1,105 @@
+"""The host tier: which chunks have all their layers in the host pool."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool import HostPool
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A complete chunk: one page a layer, int64 (layers,). It owns one reference to each page."""
+
+    pages: Int64s
+    num_tokens: int
+    pins: int = 0
+
+
+class HostTier:
+    """Complete chunks in the host pool, least recently used first.
+
+    A chunk enters with all its layers and leaves with all its layers, so that it is visible whole or not at
+    all. A pinned chunk is never evicted. Thread-safe.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._lock = threading.Lock()
+        self.evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def pins(self) -> int:
+        with self._lock:
+            return sum(chunk.pins for chunk in self._chunks.values())
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._lock:
+            return [key in self._chunks for key in keys]
+
+    def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
+        """Pin every chunk that is here, in the order of `keys`; `unpin` gives them back."""
+        with self._lock:
+            found = [self._chunks.get(key) for key in keys]
+            # Deep chunks are of no use without those before them, so they are to go first.
+            for key, chunk in zip(reversed(keys), reversed(found), strict=True):
+                if chunk is not None:
+                    chunk.pins += 1
+                    self._chunks.move_to_end(key)
+            return found
+
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                chunk.pins -= 1
+
+    def insert(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        """Make complete chunks visible, taking over the caller's page references; a key that is here stays."""
+        surplus: list[Int64s] = []
+        with self._lock:
+            for key, chunk in zip(reversed(keys), reversed(chunks), strict=True):
+                if key in self._chunks:
+                    surplus.append(chunk.pages)
+                else:
+                    self._chunks[key] = chunk
+        self._release(surplus)
+
+    def evict(self, num_pages: int) -> bool:
+        """Drop least recently used, unpinned chunks until they held `num_pages`; False, and nothing, if too few."""
+        victims: list[ChunkKey] = []
+        found = 0
+        with self._lock:
+            for key, chunk in self._chunks.items():
+                if found >= num_pages:
+                    break
+                if not chunk.pins:
+                    victims.append(key)
+                    found += len(chunk.pages)
+            if found < num_pages:
+                return False
+            dropped = [self._chunks.pop(key).pages for key in victims]
+            self.evicted += len(dropped)
+        self._release(dropped)
+        return True
+
+    def clear(self) -> None:
+        """Drop every chunk that is not pinned."""
+        with self._lock:
+            dropped = [key for key, chunk in self._chunks.items() if not chunk.pins]
+            pages = [self._chunks.pop(key).pages for key in dropped]
+        self._release(pages)
+
+    def _release(self, pages: Sequence[Int64s]) -> None:
+        if pages:
+            self._pool.release(np.concatenate(pages))

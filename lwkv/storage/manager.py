@@ -1,0 +1,251 @@
+"""The storage manager: asks the tiers in order, host first, and never lets a slow one block the engine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lwkv.counters import Counters
+from lwkv.keys import ChunkKey, LayerKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool import HostPool
+from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
+from lwkv.storage.host import Chunk, HostTier
+from lwkv.storage.tier import Status, Tier
+from lwkv.storage.write import Write
+from lwkv.workers import Workers
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+NUM_THREADS = 4
+
+
+class StorageManager:
+    """Chunks over host memory and lower tiers. Thread-safe.
+
+    Args:
+        pool: the host pages.
+        num_layers: layers of every chunk.
+        tiers: lower tiers, nearest first.
+        timeout_s: seconds a call of a lower tier may take before it counts as failed.
+        counters: where errors, evictions and refusals are counted.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        num_layers: int,
+        tiers: Sequence[Tier] = (),
+        timeout_s: float = 10.0,
+        counters: Counters | None = None,
+    ) -> None:
+        self.host = HostTier(pool)
+        self.frozen = False
+        self._pool = pool
+        self._num_layers = num_layers
+        self._tiers = tuple(tiers)
+        self._timeout_s = timeout_s
+        self._counters = counters or Counters()
+        self._workers = Workers("storage", NUM_THREADS)
+        self._writing: set[ChunkKey] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def writes_in_flight(self) -> int:
+        """Chunks that are being stored and not yet visible."""
+        with self._lock:
+            return len(self._writing)
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> int:
+        """Count the leading chunks that some tier has."""
+        in_host = self.host.contains(keys)
+        lower = self._lower_tiers(keys, in_host)
+        return _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
+
+    def hold(self, keys: Sequence[ChunkKey], tokens: Sequence[int]) -> Hold:
+        """Pin the longest cached prefix of `keys`, chunks of `tokens[i]` tokens, until `Hold.release`."""
+        pinned = self.host.pin(keys)
+        lower = self._lower_tiers(keys, [chunk is not None for chunk in pinned])
+        found = [Found(*item) for item in zip(keys, tokens, pinned, lower, strict=True)]
+        length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
+        self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
+        return Hold(found[:length], self._num_layers, self.host.unpin, self._promote, self._pool.release)
+
+    def layerwise_batched_get(self, hold: Hold, layers: Iterable[int]) -> list[Future[LayerPages]]:
+        """Ask for every held chunk's page of each of `layers`; one future a layer, none of which raises.
+
+        Pages belong to the hold. A chunk that fails, or finds no free page, is MISSING in its layer.
+        """
+        return [self._get_layer(hold, layer) for layer in layers]
+
+    def begin_write(self, keys: Sequence[ChunkKey], tokens: Sequence[int]) -> Write | None:
+        """Take pages for all layers of those `keys` that are neither in the host tier nor on their way.
+
+        Returns None where there is nothing to store: all known, frozen, or no memory that could be freed.
+        """
+        wanted = self._claim(keys)
+        if not wanted:
+            return None
+        pages = self.allocate(self._num_layers * len(wanted))
+        if pages is None:
+            self._unclaim([keys[i] for i in wanted])
+            self._counters.add("stores_refused")
+            log.warning("no room for %d chunks in host memory: not stored", len(wanted))
+            return None
+        return Write(
+            positions=np.array(wanted, np.int64),
+            keys=[keys[i] for i in wanted],
+            num_tokens=[tokens[i] for i in wanted],
+            pages=pages.reshape(self._num_layers, len(wanted)),
+            put=self.batched_put,
+            drop=self._drop,
+        )
+
+    def batched_put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        """Make complete chunks visible and start copying them to the lower tiers; takes over their pages."""
+        for tier in self._tiers:
+            self._write_through(tier, keys, chunks)
+        self.host.insert(keys, chunks)
+        self._unclaim(keys)
+
+    def allocate(self, num_pages: int) -> Int64s | None:
+        """Take pages, evicting unpinned chunks if need be; None where even that is not enough. Never waits."""
+        pages = self._pool.allocate(num_pages)
+        while pages is None and self.host.evict(self._pool.shortage(num_pages)):
+            pages = self._pool.allocate(num_pages)
+        return pages
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until lower tiers have what they were given; False if that took longer than `timeout_s`."""
+        return self._workers.wait_idle(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """End the background work and drop every chunk that is not pinned."""
+        if not self._workers.close(timeout_s):
+            log.warning("a storage tier did not finish within %.1f s of closing", timeout_s)
+        for tier in self._tiers:
+            tier.close()
+        self.host.clear()
+
+    def _get_layer(self, hold: Hold, layer: int) -> Future[LayerPages]:
+        parts = hold.lower_by_tier()
+        fetch = LayerFetch(hold, layer, len(parts))
+        for tier, positions in parts:
+            pages = self.allocate(len(positions))
+            if pages is None:
+                self._counters.add("loads_without_memory", len(positions))
+                fetch.part_failed()
+                continue
+            keys = [LayerKey(hold.found[i].key, layer) for i in positions]
+            fetch.watch(self._submit(tier, partial(self._read, tier, keys, pages)), positions, pages)
+        return fetch.future
+
+    def _read(self, tier: Tier, keys: Sequence[LayerKey], pages: Int64s) -> npt.NDArray[np.bool_]:
+        buffers = [self._pool.page(int(page)) for page in pages]
+        statuses = tier.get(keys, buffers, self._timeout_s)
+        return self._succeeded(tier, "get", statuses, len(keys))
+
+    def _write_through(self, tier: Tier, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        pages = np.concatenate([chunk.pages for chunk in chunks])
+        self._pool.share(pages)
+        done = self._submit(tier, partial(self._write_layers, tier, keys, chunks))
+        done.add_done_callback(lambda _: self._pool.release(pages))
+
+    def _write_layers(self, tier: Tier, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        alive = list(range(len(keys)))
+        # Layer 0 is the commit record: last, and only for chunks whose other layers are there.
+        for layer in [*range(1, self._num_layers), 0]:
+            layer_keys = [LayerKey(keys[i], layer) for i in alive]
+            buffers = [self._pool.page(int(chunks[i].pages[layer])) for i in alive]
+            statuses = tier.put(layer_keys, buffers, self._timeout_s)
+            ok = self._succeeded(tier, "put", statuses, len(alive))
+            alive = [i for i, fine in zip(alive, ok, strict=True) if fine]
+
+    def _succeeded(
+        self, tier: Tier, call: str, statuses: Sequence[Status], expected: int
+    ) -> npt.NDArray[np.bool_]:
+        if len(statuses) != expected:
+            raise ValueError(f"tier {tier.name}: {call} of {expected} keys returned {len(statuses)} statuses")
+        for status in (Status.MISS, Status.ERROR):
+            if count := statuses.count(status):
+                self._counters.add(f"{tier.name}_{call}_{status.value}", count)
+                log.warning("tier %s: %s of %d keys: %d %s", tier.name, call, expected, count, status.value)
+        return np.array([status is Status.OK for status in statuses], bool)
+
+    def _lower_tiers(self, keys: Sequence[ChunkKey], in_host: Sequence[bool]) -> list[Tier | None]:
+        found: list[Tier | None] = [None] * len(keys)
+        for tier in self._tiers:
+            rest = [i for i, known in enumerate(in_host) if not known and found[i] is None]
+            for i, there in zip(rest, self._contains(tier, [keys[i] for i in rest]), strict=True):
+                found[i] = tier if there else None
+        return found
+
+    def _contains(self, tier: Tier, keys: Sequence[ChunkKey]) -> list[bool]:
+        if not keys:
+            return []
+        job = self._submit(tier, partial(tier.contains, keys, self._timeout_s))
+        try:
+            error = job.exception(self._timeout_s)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            error = TimeoutError()
+        answer = [] if error else job.result()
+        return answer if len(answer) == len(keys) else [False] * len(keys)
+
+    def _submit(self, tier: Tier, job: partial[T]) -> Future[T]:
+        future = self._workers.submit(job)
+        future.add_done_callback(partial(self._note_error, tier))
+        return future
+
+    def _note_error(self, tier: Tier, job: Future[T]) -> None:
+        error = None if job.cancelled() else job.exception()
+        if error is not None:
+            self._counters.add(f"{tier.name}_errors")
+            log.warning("tier %s failed: %s: %s", tier.name, type(error).__name__, error)
+
+    def _promote(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        if self.frozen:
+            for chunk in chunks:
+                self._pool.release(chunk.pages)
+        else:
+            self.host.insert(keys, chunks)
+
+    def _claim(self, keys: Sequence[ChunkKey]) -> list[int]:
+        if self.frozen:
+            return []
+        with self._lock:
+            known = self.host.contains(keys)
+            wanted = [i for i, key in enumerate(keys) if not known[i] and key not in self._writing]
+            wanted = _distinct(keys, wanted)
+            self._writing.update(keys[i] for i in wanted)
+        return wanted
+
+    def _unclaim(self, keys: Sequence[ChunkKey]) -> None:
+        with self._lock:
+            self._writing.difference_update(keys)
+
+    def _drop(self, keys: Sequence[ChunkKey], pages: Int64s) -> None:
+        self._pool.release(pages)
+        self._unclaim(keys)
+
+
+def _prefix_length(found: Iterable[bool]) -> int:
+    length = 0
+    for there in found:
+        if not there:
+            break
+        length += 1
+    return length
+
+
+def _distinct(keys: Sequence[ChunkKey], positions: Sequence[int]) -> list[int]:
+    """The positions of each key's first occurrence: two requests of a batch may share a prefix."""
+    return sorted({keys[i]: i for i in reversed(positions)}.values())

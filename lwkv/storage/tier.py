@@ -1,0 +1,42 @@
+"""What a lower tier (disk, remote) must offer. The host tier is special: its pages are the pool's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from lwkv.keys import ChunkKey, LayerKey
+
+
+class Status(Enum):
+    """How one key of a call ended. Only pages with OK may be read."""
+
+    OK = "ok"
+    MISS = "miss"
+    ERROR = "error"
+
+
+class Tier(Protocol):
+    """A place for pages below host memory.
+
+    Calls block, run on the storage manager's threads, several at once, and should return within
+    `deadline_s` seconds; whoever waits has its own clock. Raising is allowed: it counts as ERROR for every
+    key of the call. A chunk is present when its layer 0 is: the manager puts layer 0 last, a tier removes it
+    first.
+    """
+
+    name: str
+
+    def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
+        """Whether each chunk is present, without reading payloads."""
+
+    def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+        """Fill each page, uint8 (bytes,), with the layer of its key; one status a key."""
+
+    def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+        """Keep a copy of each page; the pages do not change before the call returns."""
+
+    def close(self) -> None: ...

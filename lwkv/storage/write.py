@@ -1,0 +1,35 @@
+"""Chunks on their way from the device into the host tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.storage.host import Chunk
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """Pages taken for chunks that are not visible yet; ends with exactly one of `commit` and `abort`.
+
+    `positions`, int64 (chunks,), says which of the keys asked for are written; `pages` is int64
+    (layers, chunks), each layer's pages neighbours in memory where the pool had room for that.
+    """
+
+    positions: Int64s
+    keys: Sequence[ChunkKey]
+    num_tokens: Sequence[int]
+    pages: Int64s
+    put: Callable[[Sequence[ChunkKey], Sequence[Chunk]], None]
+    drop: Callable[[Sequence[ChunkKey], Int64s], None]
+
+    def commit(self) -> None:
+        """Make the chunks visible; every page must hold its bytes by now, host-side."""
+        chunks = [Chunk(self.pages[:, i].copy(), count) for i, count in enumerate(self.num_tokens)]
+        self.put(self.keys, chunks)
+
+    def abort(self) -> None:
+        """Give the pages back; no device may be writing to them any more."""
+        self.drop(self.keys, self.pages.ravel())

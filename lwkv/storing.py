@@ -1,0 +1,78 @@
+"""A batch of requests on its way from the device to the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from lwkv.connectors.paged import PagedConnector
+from lwkv.connectors.saver import Save
+from lwkv.keys import ChunkKey
+from lwkv.request import CheckedRequest
+from lwkv.storage import StorageManager, Write
+from lwkv.transfer import Transfer
+
+
+class BatchStoring:
+    """Implements `lwkv.pipeline.Storing` for requests that are merged into one transfer a layer.
+
+    Args:
+        sync: wait for the current stream before each layer; False only if another store did for this step.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[CheckedRequest],
+        keys_of: Callable[[CheckedRequest], list[ChunkKey]],
+        storage: StorageManager,
+        connector: PagedConnector,
+        complete: Callable[[Callable[[], None]], object],
+        sync: bool,
+    ) -> None:
+        self.num_layers = connector.num_layers
+        self._requests = requests
+        self._keys_of = keys_of
+        self._storage = storage
+        self._connector = connector
+        self._complete = complete
+        self._sync = sync
+        self._write: Write | None = None
+        self._save: Save | None = None
+        self._committed = False
+
+    def open(self) -> None:
+        """Take pages for every new chunk of all requests, in all layers, or for none."""
+        transfer = Transfer.join([request.saves() for request in self._requests])
+        new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
+        keys = [key for request in self._requests for key in self._keys_of(request)]
+        wanted = np.flatnonzero(new)
+        self._write = self._storage.begin_write(
+            [keys[i] for i in wanted], transfer.chunk_tokens[wanted].tolist()
+        )
+        if self._write is not None:
+            new[:] = False
+            new[wanted[self._write.positions]] = True
+            self._save = self._connector.begin_save(transfer.only(new))
+
+    def queue(self, layer: int) -> None:
+        if self._write is not None and self._save is not None:
+            self._connector.save_layer(self._save, layer, self._write.pages[layer], self._sync)
+
+    def commit(self) -> None:
+        self._committed = True
+        self.close()
+
+    def close(self) -> None:
+        write, save = self._write, self._save
+        self._write = self._save = None
+        if write is not None and save is not None:
+            end = write.commit if self._committed else write.abort
+            self._complete(partial(_end_write, self._connector.end_save(save), end, save))
+
+
+def _end_write(fence: Callable[[], None], end: Callable[[], None], save: Save) -> None:
+    """End the write once `fence` has returned; `save` is only kept until then."""
+    fence()
+    end()

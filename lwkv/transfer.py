@@ -1,0 +1,93 @@
+"""Which tokens of which chunks a batch moves, and where each row of them lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lwkv.errors import RequestError
+from lwkv.platforms.protocol import Int64s
+
+NO_SLOT = -1
+
+
+class PageShape(NamedTuple):
+    """How the rows of a full page lie: `parts` (K and V: 2, else 1) of `rows` rows of `tokens_per_row` tokens."""
+
+    parts: int
+    rows: int
+    tokens_per_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Chunks of one or more requests, moved together in every layer.
+
+    Attributes:
+        chunk_tokens: int64 (chunks,), tokens in each chunk.
+        slots: int64 (tokens,), each token's slot, chunk after chunk; NO_SLOT for a token that is not moved.
+    """
+
+    chunk_tokens: Int64s
+    slots: Int64s
+
+    @classmethod
+    def join(cls, transfers: Sequence[Transfer]) -> Transfer:
+        """One transfer that moves the chunks of several, in their order."""
+        empty = np.zeros(0, np.int64)
+        return cls(
+            np.concatenate([empty, *(transfer.chunk_tokens for transfer in transfers)]),
+            np.concatenate([empty, *(transfer.slots for transfer in transfers)]),
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunk_tokens)
+
+    def only(self, chunks: npt.NDArray[np.bool_]) -> Transfer:
+        """The same without the chunks that are False, bool (chunks,)."""
+        return Transfer(self.chunk_tokens[chunks], self.slots[np.repeat(chunks, self.chunk_tokens)])
+
+    def page_rows(self, shape: PageShape) -> Int64s:
+        """Rows in use in each chunk's page, int64 (chunks,)."""
+        return shape.parts * (self.chunk_tokens // shape.tokens_per_row)
+
+    def rows(self, shape: PageShape, chunks_per_slice: int) -> tuple[Int64s, list[int]]:
+        """Number every row that is moved.
+
+        Returns:
+            int64 (3, rows): slot (block id for rows of whole blocks), K row and V row in the staging buffer, which
+            every slice of `chunks_per_slice` chunks fills anew; and the first row of each slice, and the end.
+        """
+        counts = self.chunk_tokens // shape.tokens_per_row
+        chunk = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+        slots = self.row_slots(shape.tokens_per_row)
+        k_rows = chunk % chunks_per_slice * (shape.parts * shape.rows) + within
+        table = np.stack([slots, k_rows, k_rows + counts[chunk]])
+        moved = slots != NO_SLOT
+        starts = np.arange(0, len(counts) + chunks_per_slice, chunks_per_slice)
+        bounds = np.searchsorted(chunk[moved], starts)
+        return np.ascontiguousarray(table[:, moved]), bounds.tolist()
+
+    def row_slots(self, tokens_per_row: int) -> Int64s:
+        """The slot of each row, or its block where a row is a whole block; NO_SLOT for one that is not moved.
+
+        Raises RequestError where tokens that can only be moved together do not fill one block in order.
+        """
+        if tokens_per_row == 1:
+            return self.slots
+        blocks = self.slots.reshape(-1, tokens_per_row)
+        skipped = (blocks == NO_SLOT).all(axis=1)
+        in_order = (np.diff(blocks, axis=1) == 1).all(axis=1) & (blocks[:, 0] % tokens_per_row == 0)
+        wrong = ~(skipped | in_order)
+        if wrong.any():
+            raise RequestError(
+                f"this cache moves whole blocks of {tokens_per_row} tokens, but a block's slots are "
+                f"{blocks[wrong][0].tolist()}: give all of them in order, or {NO_SLOT} for all"
+            )
+        return np.where(skipped, NO_SLOT, blocks[:, 0] // tokens_per_row)
