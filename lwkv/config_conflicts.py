@@ -1,0 +1,64 @@
+"""Settings that are fine each and cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from lwkv.config_errors import Origins
+from lwkv.errors import ConfigError
+from lwkv.options import CHECK_LAYERS, RECOMPUTE_RATIOS
+
+if TYPE_CHECKING:
+    from lwkv.config import Config
+
+Conflict = tuple[tuple[str, ...], str]
+
+
+def refuse_conflicts(config: Config, origins: Origins) -> None:
+    """Raise ConfigError naming every contradiction: the keys, their values and where they came from."""
+    lines = [
+        f"{' and '.join(_told(config, key, origins) for key in keys)}: {advice}"
+        for keys, advice in [*_blending(config), *_tiers(config)]
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _told(config: Config, key: str, origins: Origins) -> str:
+    field = key.split(".")[0]
+    unnamed = "argument" if field in config.model_fields_set else "default"
+    return f"{key}={attrgetter(key)(config)!r} ({origins.get(field, unnamed)})"
+
+
+def _blending(config: Config) -> Iterator[Conflict]:
+    if not config.enable_blending:
+        return
+    if not config.use_layerwise:
+        yield ("enable_blending", "use_layerwise"), "blending goes layer by layer; set use_layerwise to true"
+    if not config.use_gpu:
+        yield (
+            ("enable_blending", "use_gpu"),
+            "blending needs the staging buffer on the device; set use_gpu to true",
+        )
+    layers = len(config.blend_check_layers or CHECK_LAYERS)
+    ratios = len(config.blend_recompute_ratios or RECOMPUTE_RATIOS)
+    if layers != ratios:
+        advice = f"{layers} check layers and {ratios} ratios; give every check layer its ratio"
+        yield ("blend_check_layers", "blend_recompute_ratios"), advice
+
+
+def _tiers(config: Config) -> Iterator[Conflict]:
+    if config.local_cpu and config.max_host_bytes == 0:
+        yield (
+            ("local_cpu", "max_local_cpu_size"),
+            "give host memory a size above 0, or set local_cpu to false",
+        )
+    if config.local_disk and config.max_disk_bytes == 0:
+        yield ("local_disk", "max_local_disk_size"), "give the disk tier a size above 0"
+    if not (config.local_cpu or config.local_disk or config.remote_url):
+        yield ("local_cpu", "local_disk", "remote_url"), "pages have no place to be; switch one of them on"
+    if config.reserve_bytes > config.max_host_bytes:
+        advice = "reserve_gib is at most max_local_cpu_size"
+        yield ("extra_config.reserve_gib", "max_local_cpu_size"), advice

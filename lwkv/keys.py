@@ -1,0 +1,121 @@
+"""The names of what is cached: a key a chunk, and under it a key a layer.
+
+The hash of a chunk covers all tokens before it too: hash(parent's hash, token ids), from the namespace and
+the request's salts at the root. It is BLAKE2b, which gives 128 bits by itself, takes a purpose that keeps
+roots and chunks apart, is fast without special instructions, and is in every Python's hashlib. Token ids go
+in as 8 bytes each, little-endian, so that any id and any input dtype fits, and machines agree on the keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from lwkv.errors import RequestError
+from lwkv.namespace import FORMAT_VERSION, encode, make_namespace
+from lwkv.token_ids import TokenIds, as_token_ids
+
+__all__ = [
+    "FORMAT_VERSION",
+    "HASH_BYTES",
+    "ChunkKey",
+    "LayerKey",
+    "as_token_ids",
+    "chunk_keys",
+    "make_namespace",
+]
+
+HASH_BYTES = 16
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_CHUNK = re.compile(rf"({_NAMESPACE.pattern})\.([0-9a-f]{{32}})")
+_LAYER = re.compile(rf"({_CHUNK.pattern})\.(0|[1-9][0-9]{{0,5}})")
+
+
+class ChunkKey(NamedTuple):
+    """A chunk of one namespace; `hash` is 16 bytes and stands for the chunk and all before it."""
+
+    namespace: str
+    hash: bytes
+
+    def split_layers(self, num_layers: int) -> list[LayerKey]:
+        """Give the keys of the chunk's layers, in order."""
+        return [LayerKey(self, layer) for layer in range(num_layers)]
+
+    def to_string(self) -> str:
+        """Write the key in at most 161 characters that file systems and remote stores take as they are.
+
+        Raises:
+            ValueError: the namespace has other characters than letters, digits, '.', '_' and '-', begins with
+                one of the last three or is longer than 128; or the hash is not 16 bytes.
+        """
+        if not _NAMESPACE.fullmatch(self.namespace) or len(self.hash) != HASH_BYTES:
+            raise ValueError(f"{self!r} is no key of a chunk; make_namespace and chunk_keys make them")
+        return f"{self.namespace}.{self.hash.hex()}"
+
+    @classmethod
+    def from_string(cls, text: str) -> ChunkKey:
+        """Read what `to_string` wrote. Raises ValueError for any other text."""
+        match = _CHUNK.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no key of a chunk; allowed: <namespace>.<32 hexadecimal digits>")
+        return cls(match[1], bytes.fromhex(match[2]))
+
+
+class LayerKey(NamedTuple):
+    """One layer of a chunk; `layer` counts in the order the engine registered them."""
+
+    chunk: ChunkKey
+    layer: int
+
+    def to_string(self) -> str:
+        """Write the chunk's key, '.', and the layer. Raises ValueError as the chunk's, or for the layer."""
+        if not 0 <= self.layer <= 999_999:
+            raise ValueError(f"layer {self.layer} of a key; allowed: 0 to 999999")
+        return f"{self.chunk.to_string()}.{self.layer}"
+
+    @classmethod
+    def from_string(cls, text: str) -> LayerKey:
+        """Read what `to_string` wrote. Raises ValueError for any other text."""
+        match = _LAYER.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no key of a layer; allowed: <key of a chunk>.<layer>")
+        return cls(ChunkKey.from_string(match[1]), int(match[4]))
+
+
+def chunk_keys(
+    tokens: TokenIds, chunk_size: int, namespace: str, salts: Sequence[str] = (), partial: bool = False
+) -> list[ChunkKey]:
+    """Give the key of every full chunk of `tokens`, and with `partial` one for the rest that fills none.
+
+    Args:
+        tokens: see `as_token_ids`.
+        salts: what else changes the bytes of this request, in an order that never varies: LoRA, cache salt,
+            hashes and offsets of multimodal parts.
+
+    Raises:
+        RequestError: wrong tokens, `chunk_size` not above 0, or salts that are no sequence of texts.
+    """
+    if chunk_size < 1:
+        raise RequestError(f"chunk_size: got {chunk_size}; allowed: 1 or more")
+    ids = as_token_ids(tokens).astype("<i8", copy=False)
+    parent, length = _root_hash(namespace, chunk_size, salts), len(ids)
+    data = memoryview(ids.tobytes())
+    stop = length if partial else length - length % chunk_size
+    keys = []
+    for start in range(0, 8 * stop, 8 * chunk_size):
+        parent = _chunk_hash(parent, data[start : start + 8 * chunk_size])
+        keys.append(ChunkKey(namespace, parent))
+    return keys
+
+
+def _chunk_hash(parent: bytes, ids: memoryview) -> bytes:
+    return blake2b(b"".join((parent, ids)), digest_size=HASH_BYTES, person=b"lwkv chunk").digest()
+
+
+def _root_hash(namespace: str, chunk_size: int, salts: Sequence[str]) -> bytes:
+    if isinstance(salts, str) or not all(isinstance(salt, str) for salt in salts):
+        raise RequestError(f"salts: got {salts!r}; allowed: a list or tuple of texts")
+    root = encode([namespace, str(chunk_size), *salts])
+    return blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()

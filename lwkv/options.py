@@ -1,0 +1,160 @@
+"""The kinds of values that settings have, each with the words that tell a user what is allowed.
+
+Values are taken as they are, and only flags read words: neither True nor "256" is a number, 2 is no flag.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+FLAG_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+CHECK_LAYERS = (1,)
+RECOMPUTE_RATIOS = (0.15,)
+
+_OFF = (None, "null", "false")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/][^\s]*")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a setting takes: `kind` for the documentation, `values` in words for an error."""
+
+    kind: str
+    values: str
+
+
+def read_flag(value: object) -> bool:
+    """Read a bool, 0, 1 or one of FLAG_WORDS in any case. Raises ValueError for all else, blank included."""
+    word = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
+    if word not in FLAG_WORDS:
+        raise ValueError(f"{value!r} is no flag; the words are {', '.join(FLAG_WORDS)}")
+    return FLAG_WORDS[word]
+
+
+def _as_tuple(value: object) -> object:
+    if isinstance(value, (int, float)):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if any(a >= b for a, b in pairwise(layers)):
+        raise ValueError("not ascending")
+    return layers
+
+
+def _disk_path(value: object) -> object:
+    if value is False or value in _OFF:
+        return None
+    if not isinstance(value, str):
+        return value
+    path = value.strip().removeprefix("file://")
+    if not path or "://" in path or "\0" in path:
+        raise ValueError("no path")
+    return path
+
+
+def _remote_url(value: object) -> object:
+    if value is False or value in _OFF:
+        return None
+    if isinstance(value, str) and not _URL.fullmatch(value.strip()):
+        raise ValueError("no scheme")
+    return value.strip() if isinstance(value, str) else value
+
+
+_Layer = Annotated[int, Field(strict=True, ge=0)]
+_Ratio = Annotated[float, Field(strict=True, ge=0, le=1)]
+_Layers = Annotated[tuple[_Layer, ...], Field(min_length=1), AfterValidator(_ascending)]
+_Ratios = Annotated[tuple[_Ratio, ...], Field(min_length=1)]
+_Text = Annotated[str, Field(strict=True)]
+_MAX = 2**62
+
+Flag = Annotated[bool, BeforeValidator(read_flag), Allowed("flag", "true, yes, on, 1, false, no, off or 0")]
+Count = Annotated[
+    int, Field(strict=True, ge=1, le=_MAX), Allowed("whole number", "a whole number of 1 or more, unquoted")
+]
+CountOrZero = Annotated[
+    int, Field(strict=True, ge=0, le=_MAX), Allowed("whole number", "a whole number of 0 or more, unquoted")
+]
+TwoOrMore = Annotated[
+    int, Field(strict=True, ge=2, le=64), Allowed("whole number", "a whole number from 2 to 64")
+]
+GiB = Annotated[
+    float,
+    Field(strict=True, ge=0, le=2**20, allow_inf_nan=False),
+    Allowed("number of GiB", "a finite number of GiB from 0 to 1048576, unquoted"),
+]
+Seconds = Annotated[
+    float,
+    Field(strict=True, gt=0, le=86400, allow_inf_nan=False),
+    Allowed("number of seconds", "a number of seconds above 0 and up to 86400, unquoted"),
+]
+Separator = Annotated[
+    str, Field(strict=True, min_length=1), Allowed("text", "text of at least one character")
+]
+DiskPath = Annotated[
+    _Text | None,
+    BeforeValidator(_disk_path),
+    Allowed("text", "null, a folder such as /var/cache/lwkv, or file:///var/cache/lwkv"),
+]
+RemoteURL = Annotated[
+    _Text | None,
+    BeforeValidator(_remote_url),
+    Allowed("text", "null, or a URL with its scheme such as redis://host:6379"),
+]
+CheckLayers = Annotated[
+    _Layers | None,
+    BeforeValidator(_as_tuple),
+    Allowed("whole numbers", "null, a layer number of 0 or more, or an ascending list of them"),
+]
+Ratios = Annotated[
+    _Ratios | None,
+    BeforeValidator(_as_tuple),
+    Allowed("numbers", "null, a number from 0 to 1, or a list of them"),
+]
+
+
+class ExtraConfig(BaseModel):
+    """The settings few people need, under `extra_config`. Frozen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    staging_bytes: Count = Field(
+        default=128 << 20, description="Device memory for staging, all buffers together, in bytes."
+    )
+    staging_buffers: TwoOrMore = Field(default=2, description="Staging buffers that take turns.")
+    lookahead_layers: CountOrZero = Field(
+        default=1, description="Layers whose load is queued before the model asks for them."
+    )
+    slab_bytes: Count = Field(
+        default=256 << 20,
+        description="Bytes of host memory that are page-locked at a time, as the pool grows.",
+    )
+    reserve_gib: GiB = Field(
+        default=0.0, description="Host memory that is page-locked at start; the rest follows on demand."
+    )
+
+
+def _no_extra(value: object) -> object:
+    return {} if value is None else value
+
+
+Extra = Annotated[
+    ExtraConfig,
+    BeforeValidator(_no_extra),
+    Allowed("mapping", f"null, or a mapping with keys {', '.join(sorted(ExtraConfig.model_fields))}"),
+]
