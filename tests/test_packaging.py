@@ -27,7 +27,7 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
 
 
 def build(source: Path, kind: str, out: Path) -> Path:
-    run(sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", out, source, cwd=source)
+    run(sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", out, source, cwd=out.parent)
     (built,) = out.iterdir()
     return built
 
