@@ -205,7 +205,9 @@ class CacheEngine:
             return
         self._closed = True
         if not self._completions.close(timeout_s):
-            log.warning("transfers were still in flight %.1f s after close; their memory is not given back", timeout_s)
+            log.warning(
+                "transfers were still in flight %.1f s after close; their memory is not given back", timeout_s
+            )
         self._storage.close(timeout_s)
         self._pool.close()
 
@@ -227,9 +229,7 @@ class CacheEngine:
         )
 
     def _storing(self, requests: Sequence[CheckedRequest], sync: bool) -> BatchStoring:
-        return BatchStoring(
-            requests, self._request_keys, self._storage, self.connector, self._complete, sync
-        )
+        return BatchStoring(requests, self._request_keys, self._storage, self.connector, self._complete, sync)
 
     def _check(self, request: Request, kvcaches: Registration | None = None) -> CheckedRequest:
         self._require_open()
@@ -268,9 +268,7 @@ class CacheEngine:
 
 def _as_registered(metadata: CacheMetadata, connector: PagedConnector) -> CacheMetadata:
     """The metadata with what the engine really registered in place of what the model's config says."""
-    return replace(
-        metadata, num_layers=connector.num_layers, kv_dtype=metadata.kv_dtype or connector.dtype
-    )
+    return replace(metadata, num_layers=connector.num_layers, kv_dtype=metadata.kv_dtype or connector.dtype)
 
 
 def _refuse_missing_tiers(config: Config, tiers: Sequence[Tier]) -> None:
@@ -279,4 +277,6 @@ def _refuse_missing_tiers(config: Config, tiers: Sequence[Tier]) -> None:
         if value is not None and not tiers:
             raise ConfigError(f"{key} is {value!r}, but this version has no tier for it: leave {key} out")
     if not config.local_cpu and not tiers:
-        raise ConfigError("local_cpu is false and there is no other tier: nothing could be kept; set it to true")
+        raise ConfigError(
+            "local_cpu is false and there is no other tier: nothing could be kept; set it to true"
+        )

@@ -115,7 +115,9 @@ def _as_slots(slot_mapping: Any, num_tokens: int, num_slots: int) -> Int64s:
     slots = slots.astype(np.int64)
     wrong = slots[(slots < NO_SLOT) | (slots >= num_slots)]
     if len(wrong):
-        raise RequestError(f"slot {wrong[0]} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none")
+        raise RequestError(
+            f"slot {wrong[0]} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
+        )
     used = np.sort(slots[slots != NO_SLOT])
     if len(used) and (used[1:] == used[:-1]).any():
         raise RequestError(f"slot {used[:-1][used[1:] == used[:-1]][0]} is given to two tokens of a request")

@@ -83,7 +83,9 @@ class BatchRetrieval:
         moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
         if any(moved):
             self._begin(transfer)
-        self._counters.add("tokens_asked", sum(len(request.ids) - request.first for request in self._requests))
+        self._counters.add(
+            "tokens_asked", sum(len(request.ids) - request.first for request in self._requests)
+        )
         return moved
 
     def queue(self, layer: int) -> None:
@@ -184,7 +186,9 @@ def _mask(part: Part, alive: Flags) -> torch.Tensor:
     return torch.from_numpy(mask)
 
 
-def _release(holds: Sequence[Hold], fence: Callable[[], None] | None = None, load: Load | None = None) -> None:
+def _release(
+    holds: Sequence[Hold], fence: Callable[[], None] | None = None, load: Load | None = None
+) -> None:
     """Give the pages back once `fence` has returned; `load` is only kept until then."""
     if fence is not None:
         fence()

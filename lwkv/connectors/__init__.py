@@ -22,8 +22,8 @@ ENGINES = ("vllm", "sglang")
 class LayoutHints(TypedDict, total=False):
     """What a registered tensor's shape cannot say; see `lwkv.layout.describe_layers`.
 
-    `block_size`: tokens of a block, required for vllm, 1 for sglang unless given. `layout`: a name of LAYOUTS,
-    or "opaque" together with `opaque_tag`.
+    `block_size`: tokens of a block, required for vllm, 1 for sglang unless given. `layout`: a name of
+    LAYOUTS, or "opaque" together with `opaque_tag`.
     """
 
     block_size: int
@@ -51,8 +51,8 @@ def CreateGPUConnector(
         (`use_layerwise`) or drained at once is the caller's step, not another connector.
 
     Raises:
-        ConfigError (a ValueError): an engine, hint or platform that is not known, or a platform that lacks what
-            `config` asks for.
+        ConfigError (a ValueError): an engine or hint that is not known, or a platform that lacks what `config`
+            asks for. ValueError: HPU, or a platform that is not known.
         RuntimeError: a known platform that is not there.
     """
     chosen = _open(platform)
@@ -89,7 +89,8 @@ def _check_hints(engine: str, hints: LayoutHints) -> LayoutHints:
         if name not in LayoutHints.__annotations__:
             near = get_close_matches(name, LayoutHints.__annotations__, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"no layout hint {name!r}; there are {', '.join(LayoutHints.__annotations__)}{hint}")
+            names = ", ".join(LayoutHints.__annotations__)
+            raise ConfigError(f"no layout hint {name!r}; there are {names}{hint}")
     if engine == "vllm" and "block_size" not in hints:
-        raise ConfigError('layout_hints["block_size"] is missing: give the tokens of a block of the KV caches')
+        raise ConfigError('layout_hints["block_size"] is missing: give the tokens of a block of the caches')
     return {"block_size": 1, **hints}

@@ -43,7 +43,7 @@ class BufferConnector(PagedConnector):
     """A PagedConnector whose loads stop over in a contiguous buffer of a few layers.
 
     A layer that has been waited for is in the engine's blocks, and in the buffer as well until the layer
-    `num_buffered` after it is queued: `get_kv` gives it out, `flush` writes what was changed to the blocks.
+    `num_buffered` after it is queued: `get_kv` gives it out, `flush` writes it to the blocks again.
     """
 
     name = "buffer"
@@ -132,7 +132,12 @@ class BufferConnector(PagedConnector):
         return super().end_load(load)
 
     def _fill(
-        self, places: torch.Tensor | None, turn: Turn | None, target: PagedLayer, staging: torch.Tensor, part: Slice
+        self,
+        places: torch.Tensor | None,
+        turn: Turn | None,
+        target: PagedLayer,
+        staging: torch.Tensor,
+        part: Slice,
     ) -> None:
         assert places is not None, "a slice has rows, so there are places"
         place = places[part.first_row : part.last_row]
