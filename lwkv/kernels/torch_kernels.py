@@ -49,8 +49,9 @@ class TorchKernels:
         second = k[..., 1 : 2 * half : 2] if interleaved else k[..., half : 2 * half]
         math = torch.float64 if k.dtype == torch.float64 else torch.float32
         a, b, c, s = first.to(math), second.to(math), cos[:, None].to(math), sin[:, None].to(math)
-        first.copy_(_fit(a * c - b * s, k.dtype))
-        second.copy_(_fit(b * c + a * s, k.dtype))
+        turned = a * c - b * s, b * c + a * s
+        first.copy_(_fit(turned[0], k.dtype))
+        second.copy_(_fit(turned[1], k.dtype))
 
 
 def check_rotatable(layer: PagedLayer) -> None:

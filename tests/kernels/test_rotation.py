@@ -1,0 +1,137 @@
+"""Keys are turned to new positions: as if computed there, in place and on their way into the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lwkv.kernels import Kernels, Rows
+from lwkv.layout import PagedLayer
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+forms = pytest.mark.parametrize(
+    ("half", "interleaved"),
+    [(4, False), (4, True), (3, False), (3, True), (1, False)],
+    ids=["neox", "interleaved", "partial neox", "partial interleaved", "one pair"],
+)
+
+
+def rope(x: Tensor, positions: Tensor, half: int, interleaved: bool) -> Tensor:
+    """RoPE of x, (T, H, D), in fp64 by complex numbers."""
+    turned = x.double().clone()
+    pairs = turned[..., : 2 * half]
+    a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else (pairs[..., :half], pairs[..., half:])
+    phase = torch.polar(
+        torch.ones(len(positions), 1, half, dtype=torch.float64), angles(positions, half)[:, None]
+    )
+    result = torch.complex(a, b) * phase
+    a.copy_(result.real)
+    b.copy_(result.imag)
+    return turned
+
+
+def angles(positions: Tensor, half: int) -> Tensor:
+    return positions.double()[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+
+
+def tables(shift: Tensor, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    angle = angles(shift, half)
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def make_keys(tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(tokens, 3, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(
+        dtype
+    )
+
+
+def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Within one rounding of `dtype`; 1e-5 for fp32, whose angles were rounded too."""
+    tolerance = 1e-5 if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.cpu().double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+@forms
+def test_a_rotated_key_equals_one_computed_at_the_new_position(
+    half: int, interleaved: bool, kernels: Kernels, run: Callable, device: torch.device
+) -> None:
+    raw = make_keys(5)
+    old, new = torch.tensor([0, 1, 70, 5000, 9]), torch.tensor([40, 3, 7, 5001, 0])
+    k = rope(raw, old, half, interleaved).float().to(device)
+    cos, sin = tables(new - old, half, device)
+    run(lambda: kernels.rotate(k, cos, sin, interleaved))
+    close(k, rope(raw, new, half, interleaved), torch.float32)
+    assert torch.equal(k.cpu()[..., 2 * half :], raw[..., 2 * half :])
+
+
+@forms
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_there_and_back_gives_the_key_again(
+    dtype: torch.dtype, half: int, interleaved: bool, kernels: Kernels, run: Callable, device: torch.device
+) -> None:
+    raw = make_keys(4, dtype)
+    k = raw.to(device)
+    cos, sin = tables(torch.tensor([1, 77, 3000, 2]), half, device)
+    run(lambda: kernels.rotate(k, cos, sin, interleaved))
+    run(lambda: kernels.rotate(k, cos, -sin, interleaved))
+    torch.testing.assert_close(
+        k.cpu().double(),
+        raw.double(),
+        rtol=0,
+        atol=1e-5 if dtype.itemsize >= 4 else 8 * torch.finfo(dtype).eps,
+    )
+
+
+def test_rotation_in_place_leaves_what_lies_between_the_heads(
+    kernels: Kernels, run: Callable, device: torch.device
+) -> None:
+    memory = torch.full((5, 3, 11), 6.5, device=device)
+    k = memory[:, :, 1:9].transpose(0, 1)
+    k.copy_(make_keys(3)[:, :1].expand(3, 5, 8))
+    wanted = rope(k.cpu(), torch.tensor([1, 2, 3]), 4, False)
+    cos, sin = tables(torch.tensor([1, 2, 3]), 4, device)
+    run(lambda: kernels.rotate(k, cos, sin, False))
+    close(k, wanted, torch.float32)
+    assert memory[..., 0].eq(6.5).all()
+    assert memory[..., 9:].eq(6.5).all()
+
+
+@forms
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_rotated_scatter_turns_k_and_leaves_v(
+    dtype: torch.dtype, half: int, interleaved: bool, kernels: Kernels, run: Callable, device: torch.device
+) -> None:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    cache = torch.zeros(2, 4, 5, 3, 8, dtype=integer, device=device)
+    layer = PagedLayer("deep.0", dtype, cache[0], cache[1])
+    raw = make_keys(8, dtype)
+    staging = raw.view(torch.uint8).flatten().to(device)
+    numbers = [torch.tensor(n).to(device) for n in ([19, 3, 11, 4], [0, 1, 2, 3], [4, 5, 6, 7])]
+    shift = torch.tensor([5, -2, 100, 0])
+    cos, sin = tables(shift, half, device)
+    run(lambda: kernels.scatter_rotated(layer, staging, Rows(*numbers), cos, sin, interleaved))
+    k, v = cache.cpu().view(dtype).flatten(1, 2)
+    close(k[[19, 3, 11, 4]], rope(raw[:4], shift, half, interleaved), dtype)
+    assert torch.equal(k.view(integer)[[19, 3, 11], :, 2 * half :], raw.view(integer)[:3, :, 2 * half :])
+    assert torch.equal(v.view(integer)[[19, 3, 11, 4]], raw.view(integer)[4:])
+    untouched = [slot for slot in range(20) if slot not in (19, 3, 11, 4)]
+    assert not k.view(integer)[untouched].any()
+    assert not v.view(integer)[untouched].any()
+
+
+def test_a_cache_of_raw_bytes_cannot_be_rotated(kernels: Kernels, device: torch.device) -> None:
+    layer = PagedLayer("deep.0", torch.uint8, torch.zeros(2, 4, 1, 8, dtype=torch.uint8, device=device), None)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    table = torch.zeros(0, 4, device=device)
+    with pytest.raises(ValueError, match=r"'deep\.0' is torch\.uint8.*only float"):
+        kernels.scatter_rotated(
+            layer,
+            torch.zeros(8, dtype=torch.uint8, device=device),
+            Rows(none, none, none),
+            table,
+            table,
+            False,
+        )

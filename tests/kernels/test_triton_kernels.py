@@ -1,0 +1,104 @@
+"""What only the Triton kernels promise: rows out of range are left out, and offsets pass 2**31."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lwkv.kernels import Kernels, Rows, choose_kernels
+from lwkv.layout import KVSpec, PagedLayer, describe_layers
+from lwkv.platforms import Platform
+
+OUTSIDE = [-1, 12, 2**40, -(2**40)]
+
+
+@pytest.fixture
+def best(platform: Platform) -> Kernels:
+    return choose_kernels(platform)
+
+
+def make_layer(device: torch.device) -> tuple[Tensor, PagedLayer]:
+    cache = torch.arange(2 * 3 * 4 * 2 * 8, dtype=torch.float32, device=device).view(2, 3, 4, 2, 8)
+    return cache, describe_layers([cache], KVSpec(2, 8, 4))[0]
+
+
+def rows_of(device: torch.device, *numbers: list[int]) -> Rows:
+    return Rows(*(torch.tensor(n, device=device) for n in numbers))
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_a_slot_out_of_range_is_left_out(
+    outside: int, best: Kernels, run: Callable, device: torch.device
+) -> None:
+    cache, layer = make_layer(device)
+    before = cache.clone()
+    staging = torch.zeros(6 * layer.row_bytes, dtype=torch.uint8, device=device)
+    rows = rows_of(device, [2, outside, 5], [0, 1, 2], [3, 4, 5])
+    run(lambda: best.gather(layer, staging, rows))
+    got = staging.view(torch.float32).view(6, 2, 8)
+    assert torch.equal(got[[0, 2, 3, 5]], before.flatten(1, 2)[:, [2, 5]].flatten(0, 1))
+    assert not got[[1, 4]].any()
+    staging.fill_(0)
+    run(lambda: best.scatter(layer, staging, rows))
+    before.flatten(1, 2)[:, [2, 5]] = 0
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("outside", [-1, 6, 2**40])
+def test_a_staging_row_out_of_range_is_left_out(
+    outside: int, best: Kernels, run: Callable, device: torch.device
+) -> None:
+    cache, layer = make_layer(device)
+    before = cache.clone()
+    staging = torch.zeros(6 * layer.row_bytes, dtype=torch.uint8, device=device)
+    table = torch.ones(3, 4, device=device)
+    for scatter in (
+        lambda rows: best.scatter(layer, staging, rows),
+        lambda rows: best.scatter_rotated(layer, staging, rows, table, table, False),
+    ):
+        cache.copy_(before)
+        run(lambda scatter=scatter: scatter(rows_of(device, [2, 9, 5], [0, outside, 2], [3, 4, outside])))
+        wanted = before.clone().flatten(1, 2)
+        wanted[0, [2, 5]] = 0
+        wanted[1, [2, 9]] = 0
+        assert torch.equal(cache.flatten(1, 2), wanted)
+
+
+def test_rows_past_2_to_the_31_elements_are_reached(
+    best: Kernels, run: Callable, device: torch.device
+) -> None:
+    blocks = 2**31 // (16 * 64) + 3
+    cache = torch.empty(blocks, 16, 64, dtype=torch.uint8, device=device)
+    cache[-1] = torch.arange(16 * 64, device=device).view(16, 64).to(torch.uint8)
+    cache[0] = 9
+    (layer,) = describe_layers([cache], KVSpec(1, 64, 16, use_mla=True))
+    staging = torch.zeros(2 * 64, dtype=torch.uint8, device=device)
+    rows = rows_of(device, [layer.num_rows - 1, layer.num_rows - 2], [0, 1], [0, 1])
+    run(lambda: best.gather(layer, staging, rows))
+    assert torch.equal(staging.view(2, 64), cache[-1, [15, 14]])
+    run(lambda: best.scatter(layer, staging, rows_of(device, [layer.num_rows - 2, 0], [0, 1], [0, 1])))
+    assert torch.equal(cache[-1, 14], cache[-1, 15])
+    assert torch.equal(cache[0, 0], staging[64:])
+    assert cache[0, 1:].eq(9).all()
+
+
+def test_a_layer_compiles_once_for_any_number_and_alignment_of_rows(
+    best: Kernels, run: Callable, device: torch.device
+) -> None:
+    from lwkv.kernels import triton_kernels
+
+    compiled: list[object] = []
+    original, triton_kernels._compile = triton_kernels._compile, lambda a: compiled.append(a) or original(a)
+    try:
+        _, layer = make_layer(device)
+        staging = torch.zeros(64 * layer.row_bytes, dtype=torch.uint8, device=device)
+        numbers = torch.arange(12, device=device)
+        for first, last in [(0, 0), (0, 1), (1, 3), (3, 12), (0, 12)]:
+            part = numbers[first:last]
+            run(lambda part=part: best.scatter(layer, staging, Rows(part, part, part + 12)))
+    finally:
+        triton_kernels._compile = original
+    assert len(compiled) == 1
