@@ -1,0 +1,54 @@
+"""A small paged transformer and the serving engine around it, which drives lwkv as vLLM would."""
+
+from __future__ import annotations
+
+from lwkv.reference.blocks import BlockAllocator
+from lwkv.reference.cache import LAYOUTS, PagedCache
+from lwkv.reference.document import QUESTIONS, document_prompt, read_document
+from lwkv.reference.engine import ReferenceEngine, generate
+from lwkv.reference.forward import LayerMark, forward
+from lwkv.reference.gguf_file import GGUFFile, load_gguf
+from lwkv.reference.hf_folder import load_hf_folder
+from lwkv.reference.hooks import KVSteps, Loads, NoCache
+from lwkv.reference.model import Model
+from lwkv.reference.random_model import random_model
+from lwkv.reference.request import Answer, Prompt
+from lwkv.reference.rope import inverse_frequencies
+from lwkv.reference.scheduler import Limits, Lookup
+from lwkv.reference.shape import ModelShape, RopeScaling
+from lwkv.reference.smollm2 import chat_prompt, find_smollm2, load_smollm2
+from lwkv.reference.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+
+__all__ = [
+    "LAYOUTS",
+    "QUESTIONS",
+    "Answer",
+    "BlockAllocator",
+    "GGUFFile",
+    "KVSteps",
+    "LayerMark",
+    "Limits",
+    "Loads",
+    "Lookup",
+    "Model",
+    "ModelShape",
+    "NoCache",
+    "PagedCache",
+    "Prompt",
+    "ReferenceEngine",
+    "RopeScaling",
+    "Tokenizer",
+    "chat_prompt",
+    "document_prompt",
+    "find_smollm2",
+    "forward",
+    "generate",
+    "inverse_frequencies",
+    "load_gguf",
+    "load_hf_folder",
+    "load_smollm2",
+    "random_model",
+    "read_document",
+    "tokenizer_from_folder",
+    "tokenizer_from_gguf",
+]

@@ -1,0 +1,135 @@
+"""A small serving engine: batches requests, drives the model, and calls the KV cache as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lwkv.errors import ConfigError, RequestError
+from lwkv.reference.batch import Part, build_batch
+from lwkv.reference.blocks import BlockAllocator
+from lwkv.reference.cache import PagedCache
+from lwkv.reference.forward import LayerMark, forward, no_mark
+from lwkv.reference.hooks import KVSteps, Loads, NoCache
+from lwkv.reference.model import Model
+from lwkv.reference.request import Answer, Prompt, RequestState
+from lwkv.reference.scheduler import Limits, Lookup, Scheduler, Work
+
+
+class ReferenceEngine:
+    """Serves prompts greedily from a paged cache. For one thread; nothing runs between calls.
+
+    Args:
+        cache: of the model's shape, dtype and device.
+        steps: the KV cache beside the engine.
+        lookup: asked once a request for the cached prefix; None means that nothing is ever loaded.
+        mark: told of every layer's phases.
+
+    Raises:
+        ConfigError: the cache's dtype or device is not the model's.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        *,
+        steps: KVSteps | None = None,
+        lookup: Lookup | None = None,
+        limits: Limits | None = None,
+        mark: LayerMark = no_mark,
+    ) -> None:
+        tensor = next(iter(cache.tensors.values()))
+        if (tensor.dtype, tensor.device) != (model.dtype, model.device):
+            raise ConfigError(
+                f"the cache is {tensor.dtype} on {tensor.device}; "
+                f"the model needs {model.dtype} on {model.device}"
+            )
+        self.model = model
+        self.cache = cache
+        self.allocator = BlockAllocator(cache.num_blocks)
+        self._steps: KVSteps = NoCache() if steps is None else steps
+        self._scheduler = Scheduler(self.allocator, cache.block_size, limits or Limits(), lookup)
+        self._mark = mark
+        self._num_submitted = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def submit(self, prompt: Prompt) -> int:
+        """Queue a request; returns its index, counted from 0. Raises RequestError if it could never run."""
+        length, longest = len(prompt.tokens) + prompt.max_new_tokens, self.model.shape.max_positions
+        if length > longest:
+            raise RequestError(
+                f"prompt and answer take {length} tokens; the model's longest request is {longest}"
+            )
+        self._scheduler.add(RequestState(self._num_submitted, prompt, list(prompt.tokens)))
+        self._num_submitted += 1
+        return self._num_submitted - 1
+
+    def step(self) -> dict[int, Answer]:
+        """Run one forward pass if there is work; returns the answers that it finished, by request index."""
+        works = self._scheduler.plan()
+        if not works:
+            return {}
+        logits, loads = self._run(works)
+        present = _present(works, loads)
+        # The one place where the host waits for the device.
+        sampled = logits.argmax(-1).tolist()
+        finished = {}
+        for work, num_present, token in zip(works, present, sampled, strict=True):
+            if self._advance(work, num_present, token):
+                finished[work.state.index] = work.state.answer()
+        return finished
+
+    def _run(self, works: Sequence[Work]) -> tuple[Tensor, Loads]:
+        parts = [
+            Part(work.state.tokens[work.start : work.end], work.start, work.state.blocks) for work in works
+        ]
+        self._steps.begin(
+            [work.load for work in works if work.load is not None],
+            [work.store for work in works if work.store is not None],
+        )
+        self._steps.start_load_kv()
+        batch = build_batch(parts, self.cache.block_size, self.model.device)
+        logits = forward(self.model, self.cache, batch, self._steps, self._mark)
+        return logits, self._steps.wait_for_save()
+
+    def _advance(self, work: Work, num_present: int, token: int) -> bool:
+        """Take over a step's outcome for one request; True if it is finished."""
+        state = work.state
+        # After a failed load the step's KV and logits rest on garbage: the token is dropped, the rest redone.
+        if not self._scheduler.complete(work, num_present) or work.end < len(state.tokens):
+            return False
+        state.add(token)
+        if not state.is_finished:
+            return False
+        self._scheduler.finish(state)
+        return True
+
+
+def _present(works: Sequence[Work], loads: Loads) -> list[int]:
+    """Count for each request the tokens before the first one that failed to load."""
+    loading = [work for work in works if work.load is not None]
+    present = {work.state.index: work.start for work in works}
+    for work, mask in zip(loading, loads.loaded, strict=True):
+        present[work.state.index] = _first_missing(work, mask)
+    return list(present.values())
+
+
+def _first_missing(work: Work, loaded: Tensor) -> int:
+    assert work.load is not None
+    wanted = work.load.mask & (work.load.slot_mapping >= 0)
+    missing = (wanted & ~loaded).nonzero()
+    return int(missing[0]) if len(missing) else work.start
+
+
+def generate(engine: ReferenceEngine, prompts: Sequence[Prompt]) -> list[Answer]:
+    """Serve prompts together until all are answered; returns their answers in order."""
+    indices = [engine.submit(prompt) for prompt in prompts]
+    answers: dict[int, Answer] = {}
+    while not all(index in answers for index in indices):
+        answers.update(engine.step())
+    return [answers[index] for index in indices]
