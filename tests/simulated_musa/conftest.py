@@ -1,0 +1,62 @@
+"""Brings the simulated device into a test process that was asked for `--platform musa`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def load_simulator() -> ModuleType:
+    """Import torch_musa_sim.py, which no search path leads to."""
+    if "torch_musa_sim" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("torch_musa_sim", HERE / "torch_musa_sim.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["torch_musa_sim"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["torch_musa_sim"])
+    return sys.modules["torch_musa_sim"]
+
+
+class SettledDevice:
+    """After every test, of whatever folder: no lateness is left, and no queued work has failed unnoticed."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        load_simulator().settle()
+
+
+def is_simulated(config: pytest.Config) -> bool:
+    return bool(config.getoption("--platform") == "musa")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if is_simulated(config) and not hasattr(torch, "musa"):
+        load_simulator().install()
+        config.pluginmanager.register(SettledDevice())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    starts_process = collection_path.name == "test_own_process.py"
+    is_test = collection_path.name.startswith("test_")
+    return True if is_test and starts_process == is_simulated(config) else None
+
+
+@pytest.fixture
+def simulator() -> ModuleType:
+    return load_simulator()
+
+
+@pytest.fixture
+def late(simulator: ModuleType) -> Iterator[None]:
+    """Every stream runs an operation only when somebody waits for it."""
+    simulator.set_late(True)
+    yield
+    simulator.settle()

@@ -1,0 +1,43 @@
+"""Runs what needs the simulated musa device in one process of its own.
+
+torch's PrivateUse1 can be renamed once per process, and then everybody in it sees a `torch.musa`. So:
+
+- `pytest` (the whole suite, on the cpu platform) collects this file alone from this folder. Its one test
+  starts `pytest --platform musa` on PATHS and shows what that printed if it fails.
+- `pytest --platform musa tests/simulated_musa PATH...` is that inner run. There conftest.py installs the
+  simulated device before anything is collected, this file is ignored and the others are collected.
+
+The first run compiles the device (half a minute) into build/simulated_musa.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PATHS = (HERE,)
+
+
+def test_the_platform_and_what_builds_on_it_work_on_the_simulated_device(simulator: ModuleType) -> None:
+    if simulator.compiler() is None:
+        pytest.skip("there is no C++ compiler to build the simulated musa device with")
+    options = ["-p", "no:cacheprovider", "--platform", "musa"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, PATHS)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-12000:]}"
