@@ -121,10 +121,10 @@ class CacheEngine:
     ) -> Generator[int | torch.Tensor | None, None, None]:
         """Load what is cached of one request, in num_layers + 2 steps on every path.
 
-        Step 1 yields the number of tokens that will be loaded. Step i + 2 queues layer i and, if `sync`, makes
-        the current stream wait for layer i - 1. The last yields bool (tokens,) on the host, True for the tokens
-        really retrieved; the current stream waits for the last layer by then, and nothing is held any more.
-        Closing the generator early is safe. What fails is a miss, never an exception.
+        Step 1 yields the number of tokens that will be loaded. Step i + 2 queues layer i and, if `sync`,
+        makes the current stream wait for layer i - 1. The last yields bool (tokens,) on the host, True for
+        the tokens really retrieved; the current stream waits for the last layer by then, and nothing is held
+        any more. Closing the generator early is safe. What fails is a miss, never an exception.
 
         Args:
             tokens, mask, slot_mapping, salts: see Request.
@@ -148,10 +148,11 @@ class CacheEngine:
     ) -> Generator[None, None, None]:
         """Store what is new of one request, in num_layers + 1 steps on every path.
 
-        Take step i + 1 when the current stream has been told to compute layer i. The last step lets the chunks
-        become visible once their bytes have arrived, and makes the current stream wait until the blocks have
-        been read. Chunks wholly in the masked part, known ones and those that lack a slot are left out; where
-        host memory cannot be freed nothing is stored. Closing the generator early is safe and stores nothing.
+        Take step i + 1 when the current stream has been told to compute layer i. The last step lets the
+        chunks become visible once their bytes have arrived, and makes the current stream wait until the
+        blocks have been read. Chunks wholly in the masked part, known ones and those that lack a slot are
+        left out; where host memory cannot be freed nothing is stored. Closing the generator early is safe
+        and stores nothing.
 
         Args and Raises: as for `retrieve_layer`.
         """
@@ -183,7 +184,7 @@ class CacheEngine:
         self._storage.frozen = frozen
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Block until all stores and loads in flight have ended; False if that takes longer than `timeout_s`."""
+        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         return self._completions.wait_idle(timeout_s) and self._storage.wait_idle(deadline - time.monotonic())
 

@@ -21,7 +21,7 @@ class Retrieval(Protocol):
     num_layers: int
 
     def open(self) -> list[int]:
-        """Look up, pin and ask for the first layers; return for each request the tokens that will be loaded."""
+        """Look up, pin and ask for the first layers; return each request's tokens that will be loaded."""
 
     def queue(self, layer: int) -> None:
         """Queue the load of `layer`, and of more where that keeps the link busy."""

@@ -52,12 +52,13 @@ class HostPool:
         self._free = FreeList(self._span)
         self._references = np.zeros(self.max_pages, np.int32)
         self._lock = threading.Lock()
+        self._num_pages = 0
         self._closed = False
 
     @property
     def num_pages(self) -> int:
         """Pages that exist now."""
-        return min(len(self._slabs) * self._span, self.max_pages)
+        return self._num_pages
 
     @property
     def pages_in_use(self) -> int:
@@ -155,13 +156,14 @@ class HostPool:
         return self._free.num_free >= count
 
     def _grow(self) -> None:
-        start = self.num_pages
+        start = self._num_pages
         end = min(start + self._span, self.max_pages)
         slab = self._platform.alloc_pinned((end - start) * self.page_stride)
         # A new list: batches made before keep the one they were given.
         self._slabs = [*self._slabs, slab]
         self._bases = np.append(self._bases, slab.data_ptr())
         self._free.give(start, end)
+        self._num_pages = end
 
     def _require_used(self, pages: Int64s) -> None:
         if (self._references[pages] <= 0).any():

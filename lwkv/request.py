@@ -22,8 +22,8 @@ class Request:
 
     Args:
         tokens: token ids, (tokens,): list, tuple, numpy array or tensor.
-        slot_mapping: each token's slot in the engine's cache, (tokens,), NO_SLOT (-1) for a token without one.
-            On the host, please: one on the device is fetched, which waits for it.
+        slot_mapping: each token's slot in the engine's cache, (tokens,), NO_SLOT (-1) for a token without
+            one. On the host, please: one on the device is fetched, which waits for it.
         mask: bool (tokens,), False for a leading part that the engine has itself; None means all True.
         salts: what else decides the bytes: LoRA name, cache salt, hashes of images; order matters.
     """

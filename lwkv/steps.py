@@ -32,7 +32,7 @@ class LayerSteps:
 
     The engine calls `begin`, `start_load_kv`, for each layer `wait_for_layer_load` before its attention and
     `save_kv_layer` after it, and `wait_for_save`. A hook may come twice, late, or not at all: hooks are
-    idempotent per layer, and `wait_for_save` ends the step in any case. For one thread and one step at a time.
+    idempotent per layer, and `wait_for_save` ends the step in any case. For one thread, one step at a time.
     """
 
     def __init__(self, engine: CacheEngine) -> None:

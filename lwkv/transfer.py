@@ -16,7 +16,7 @@ NO_SLOT = -1
 
 
 class PageShape(NamedTuple):
-    """How the rows of a full page lie: `parts` (K and V: 2, else 1) of `rows` rows of `tokens_per_row` tokens."""
+    """How a full page is cut: `parts` (K and V: 2, else 1) of `rows` rows of `tokens_per_row` tokens."""
 
     parts: int
     rows: int
@@ -60,8 +60,8 @@ class Transfer:
         """Number every row that is moved.
 
         Returns:
-            int64 (3, rows): slot (block id for rows of whole blocks), K row and V row in the staging buffer, which
-            every slice of `chunks_per_slice` chunks fills anew; and the first row of each slice, and the end.
+            int64 (3, rows): slot (block id for rows of whole blocks), K row and V row in the staging buffer,
+            which every slice of `chunks_per_slice` chunks fills anew; each slice's first row, and the end.
         """
         counts = self.chunk_tokens // shape.tokens_per_row
         chunk = np.repeat(np.arange(len(counts)), counts)

@@ -119,7 +119,7 @@ class BufferConnector(PagedConnector):
         return k, k if buffer.v is None else buffer.v[0].view(buffer.dtype)
 
     def flush(self, load: Load, layer: int) -> None:
-        """Write the buffer's rows of a layer that has been waited for into its blocks, on the current stream."""
+        """Write a layer that has been waited for from the buffer into its blocks, on the current stream."""
         load = _buffered(load)
         buffer = load.buffers[layer % len(load.buffers)]
         if load.places is not None:

@@ -157,7 +157,7 @@ class PagedConnector:
             self._saver.queue(save, layer, self.layers[layer], pages, sync)
 
     def end_save(self, save: Save) -> Callable[[], None]:
-        """End a batch: the blocks may change from here on. The call returned blocks until the bytes are there."""
+        """End a batch: its blocks may change now. The call returned blocks until all bytes are there."""
         self._saver.release_blocks()
         return self._saver.end(save)
 

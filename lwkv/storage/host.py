@@ -65,7 +65,7 @@ class HostTier:
                 chunk.pins -= 1
 
     def insert(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
-        """Make complete chunks visible, taking over the caller's page references; a key that is here stays."""
+        """Make complete chunks visible, taking over the caller's page references; what is here stays."""
         surplus: list[Int64s] = []
         with self._lock:
             for key, chunk in zip(reversed(keys), reversed(chunks), strict=True):
@@ -76,7 +76,7 @@ class HostTier:
         self._release(surplus)
 
     def evict(self, num_pages: int) -> bool:
-        """Drop least recently used, unpinned chunks until they held `num_pages`; False, and nothing, if too few."""
+        """Drop unpinned chunks, least recently used first, that held `num_pages`; none if too few do."""
         victims: list[ChunkKey] = []
         found = 0
         with self._lock:

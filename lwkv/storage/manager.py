@@ -118,7 +118,7 @@ class StorageManager:
         self._unclaim(keys)
 
     def allocate(self, num_pages: int) -> Int64s | None:
-        """Take pages, evicting unpinned chunks if need be; None where even that is not enough. Never waits."""
+        """Take pages, evicting unpinned chunks if need be; None where that is not enough. Never waits."""
         pages = self._pool.allocate(num_pages)
         while pages is None and self.host.evict(self._pool.shortage(num_pages)):
             pages = self._pool.allocate(num_pages)
