@@ -170,12 +170,12 @@ class CacheEngine:
         return store_steps(self._storing([self._check(request) for request in requests], sync))
 
     def retrieve(self, tokens: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
-        """Load all layers at once, in front of the current stream's next work; arguments and mask as above."""
+        """Load all layers at once, in front of the current stream's next work; arguments as above."""
         *_, loaded = self.retrieve_layer(tokens, mask, **arguments)
         return cast(torch.Tensor, loaded)
 
     def store(self, tokens: Any, mask: Any = None, **arguments: Any) -> None:
-        """Store all layers at once, behind the current stream's work; `flush` waits until they are visible."""
+        """Store all layers at once, behind the current stream's work; `flush` waits until they are there."""
         for _ in self.store_layer(tokens, mask, **arguments):
             pass
 
@@ -261,9 +261,9 @@ class CacheEngine:
     def _describe(self) -> str:
         mode = "layer by layer" if self.config.use_layerwise else "in bulk (use_layerwise is off)"
         return (
-            f"lwkv moves KV {mode}: platform {self.connector.platform.name}, connector {self.connector.name}, "
-            f"{self.connector.kernels.name} kernels, {self.num_layers} layers, pages of "
-            f"{self.connector.page_bytes} bytes, up to {self._pool.max_pages} of them"
+            f"lwkv moves KV {mode}: platform {self.connector.platform.name}, "
+            f"{self.connector.name} connector, {self.connector.kernels.name} kernels, {self.num_layers} layers, "
+            f"pages of {self.connector.page_bytes} bytes, up to {self._pool.max_pages} of them"
         )
 
 

@@ -137,6 +137,8 @@ class HostPool:
             host_addresses=self._bases[slab_of] + offsets,
             device_offsets=first * device_stride,
             sizes=np.add.reduceat(sizes, first) if len(first) else sizes,
+            # Pages are loaded from only after the host has seen their last save end.
+            stable=True,
         )
 
     def close(self) -> None:

@@ -51,8 +51,8 @@ def CreateGPUConnector(
         (`use_layerwise`) or drained at once is the caller's step, not another connector.
 
     Raises:
-        ConfigError (a ValueError): an engine or hint that is not known, or a platform that lacks what `config`
-            asks for. ValueError: HPU, or a platform that is not known.
+        ConfigError (a ValueError): an engine or hint that is not known, or a platform that lacks what
+            `config` asks for. ValueError: HPU, or a platform that is not known.
         RuntimeError: a known platform that is not there.
     """
     chosen = _open(platform)

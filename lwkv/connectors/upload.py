@@ -21,8 +21,9 @@ class Uploads:
 
     def send(self, table: torch.Tensor) -> torch.Tensor:
         """Queue the copy of a non-empty host tensor and return the device's."""
-        memory = self._platform.alloc_pinned(table.nbytes)
-        pinned = memory.view(table.dtype).view(table.shape)
+        # The platform's allocator keeps freed memory by powers of two; other sizes it page-locks anew.
+        memory = self._platform.alloc_pinned(1 << (table.nbytes - 1).bit_length())
+        pinned = memory[: table.nbytes].view(table.dtype).view(table.shape)
         pinned.copy_(table)
         self._pinned.append(memory)
         with self._platform.use_stream(self._stream):

@@ -1,0 +1,39 @@
+"""The KV caches and models that are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's KV cache and, for the overlap, its layers. Sizes in elements and tokens."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    num_heads: int
+    hidden: int
+    intermediate: int
+    dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
+    chunk_size: int = 256
+    use_mla: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token in one layer."""
+        return (1 if self.use_mla else 2) * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """KV bytes of `num_tokens` tokens in all layers."""
+        return num_tokens * self.num_layers * self.token_bytes
+
+
+LLAMA_8B = Shape("llama-3.1-8b", 32, 8, 128, 32, 4096, 14336)
+DEEPSEEK_V3 = Shape("deepseek-v3 (MLA)", 61, 1, 576, 128, 7168, 18432, use_mla=True)
+TINY = Shape("tiny", 8, 2, 32, 4, 256, 512, dtype=torch.float32)
+SHAPES = {"llama-8b": LLAMA_8B, "deepseek-v3": DEEPSEEK_V3, "tiny": TINY}
