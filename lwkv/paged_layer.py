@@ -88,7 +88,7 @@ class PagedLayer:
     def parts(self) -> int:
         return 1 if self.v is None else 2
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows that can be addressed, 0 up to this number."""
         return self.k.shape[0] * self.k.shape[1]
@@ -98,7 +98,7 @@ class PagedLayer:
         """Tokens that the layer has room for."""
         return self.num_rows * self.tokens_per_row
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return self.heads * self.width * self.k.element_size()
 
@@ -122,6 +122,6 @@ class PagedLayer:
 
 def _word_bytes(view: Tensor) -> int:
     element = view.element_size()
-    outer = [stride for size, stride in zip(view.shape[:-1], view.stride()[:-1], strict=True) if size > 1]
-    multiples = [view.data_ptr(), *(n * element for n in (view.storage_offset(), view.shape[-1], *outer))]
+    steps = (view.storage_offset(), view.shape[-1], *view.stride()[:-1])
+    multiples = [view.data_ptr(), *(n * element for n in steps)]
     return next(size for size in (8, 4, 2, 1) if all(n % size == 0 for n in multiples))

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,6 +89,7 @@ def test_k_and_v_of_every_token_are_found_in_place(name: str, dtype: torch.dtype
     assert layer.v is None if "mla" in name else same_bits(layer.v, kv[1])
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_physical_order_padding_and_offset_is_described(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted({layout.name for layout in LAYOUTS} - {"sglang_kv"})))
@@ -280,6 +281,12 @@ def test_opaque_blocks_may_be_padded_and_come_as_a_pair() -> None:
 def test_opaque_blocks_that_are_not_contiguous_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"'a'.*register them as a pair"):
         describe_layers({"a": torch.zeros(2, 5, 96).transpose(0, 1)}, SPEC, "opaque", "vec")
+
+
+def test_words_mind_the_strides_of_single_elements_too() -> None:
+    cache = torch.zeros(99, dtype=torch.bfloat16).as_strided((2, 2, 2, 1, 8), (32, 16, 8, 9, 1))
+    (layer,) = describe_layers([cache], KVSpec(1, 8, 2), layout="vllm_2bnhd")
+    assert layer.words[0].element_size() == 2
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ class Rows:
 
 
 class Kernels(Protocol):
-    """Row movement on the current stream. Nothing here synchronises, allocates on the host or reads back.
+    """Row movement on the current stream. Nothing here waits for the device or reads it back.
+
+    A call without rows moves nothing, but compiles what its layer needs: worth making at start.
 
     Staging is uint8, (bytes,), contiguous, on the layer's device, starting at a multiple of 16 bytes or of
     the layer's row_bytes from such an address; it holds pages as `PagedLayer` describes them. Tensors

@@ -21,7 +21,7 @@ class TorchKernels:
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         place = _place(layer, rows)
         for cache, staged, numbers in _parts(layer, staging, rows):
-            cache[place] = staged[numbers]
+            cache[place] = staged.index_select(0, numbers)
 
     @torch.inference_mode()
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
@@ -36,11 +36,11 @@ class TorchKernels:
         check_rotatable(layer)
         place = _place(layer, rows)
         (cache, staged, numbers), *rest = _parts(layer, staging, rows)
-        k = staged[numbers]
+        k = staged.index_select(0, numbers)
         self.rotate(k.view(layer.dtype), cos, sin, interleaved)
         cache[place] = k
         for cache, staged, numbers in rest:
-            cache[place] = staged[numbers]
+            cache[place] = staged.index_select(0, numbers)
 
     @torch.inference_mode()
     def rotate(self, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:

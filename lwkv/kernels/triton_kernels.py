@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -16,6 +17,8 @@ from lwkv.paged_layer import PagedLayer
 # Elements of one program's tile of K: four 16-byte loads a thread, with 8-byte words and 128 threads.
 TILE = 1024
 
+Key: TypeAlias = "tuple[Any, ...]"
+
 
 class TritonKernels:
     """`Kernels` for devices with Triton. Rows out of range are left out.
@@ -26,88 +29,98 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self) -> None:
-        self._launches: WeakKeyDictionary[PagedLayer, dict[tuple[bool, bool], _Launch]] = WeakKeyDictionary()
+        self._launches: WeakKeyDictionary[PagedLayer, dict[Key, _Launch]] = WeakKeyDictionary()
 
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._move(layer, staging, rows, True)
+        self._launch(layer, ("scatter", staging.data_ptr() % 16), _make_move, staging, rows)
 
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._move(layer, staging, rows, False)
+        self._launch(layer, ("gather", staging.data_ptr() % 16), _make_move, staging, rows)
 
     def scatter_rotated(
         self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> None:
         check_rotatable(layer)
-        k, (words, v) = layer.k.view(layer.dtype), layer.words
-        half, num_rows = cos.shape[1], rows.slots.shape[0]
-        word = words.element_size() // k.element_size()
-        widest = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
-        tile = _tile(widest)
-        triton_source.scatter_rotated[_grid(num_rows, widest, tile)](
-            *(k, words if v is None else v, staging, rows.slots, rows.k_rows, rows.v_rows, cos, sin),
-            *(num_rows, layer.num_rows, staging.numel() // layer.row_bytes),
-            *_shape(k),
-            *(half, interleaved, word, *tile, layer.parts),
-        )
+        key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
+        self._launch(layer, key, _make_rotated, staging, rows, cos, sin)
 
     def rotate(self, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
         num_rows, heads, _ = k.shape
         half = cos.shape[1]
-        tile = _tile(heads * half)
-        triton_source.rotate[_grid(num_rows, heads * half, tile)](
-            k, cos, sin, num_rows, heads, k.stride(0), k.stride(1), half, interleaved, *tile
+        across, (down, columns) = heads * half, _tile(heads * half)
+        triton_source.rotate[-(-num_rows // down), -(-across // columns), 1](
+            k, cos, sin, num_rows, heads, k.stride(0), k.stride(1), half, interleaved, down, columns
         )
 
-    def _move(self, layer: PagedLayer, staging: Tensor, rows: Rows, scatter: bool) -> None:
-        k, v = layer.words
-        arguments = (
-            *(k, k if v is None else v, staging, rows.slots, rows.k_rows, rows.v_rows),
-            *(rows.slots.shape[0], layer.num_rows, staging.numel() // layer.row_bytes),
-        )
-        launches = self._launches.setdefault(layer, {})
-        key = scatter, staging.data_ptr() % 16 == 0
+    def _launch(
+        self,
+        layer: PagedLayer,
+        key: Key,
+        make: Callable[[PagedLayer, Key], _Launch],
+        staging: Tensor,
+        rows: Rows,
+        *tables: Tensor,
+    ) -> None:
+        launches = self._launches.get(layer)
+        if launches is None:
+            launches = self._launches[layer] = {}
         launch = launches.get(key)
         if launch is None:
-            launch = launches[key] = _Launch(layer, arguments, scatter)
-        launch(arguments)
+            launch = launches[key] = make(layer, key)
+        launch(staging, rows, tables)
 
 
 class _Launch:
-    """`triton_source.move` compiled for one layer and direction.
+    """A kernel compiled for one layer, and for pointers of the alignment that its key names.
 
     Triton looks at all arguments of a call to find what it compiled for them; here that cannot change.
     """
 
-    def __init__(self, layer: PagedLayer, arguments: tuple[Any, ...], scatter: bool) -> None:
-        k, _ = layer.words
-        self._row_words = layer.row_bytes // k.element_size()
-        self._tile = _tile(self._row_words)
-        self._constants = (*_shape(k), *self._tile, layer.parts, scatter)
-        self._compiled = _compile(arguments + self._constants)
+    def __init__(
+        self, kernel: Any, layer: PagedLayer, views: tuple[Tensor, Tensor], across: int, *constants: object
+    ) -> None:
+        k, _ = self._views = views
+        self._kernel, self._across = kernel, across
+        self._compiled: Any = None
+        self._row_bytes, self._num_rows = layer.row_bytes, layer.num_rows
+        self._down, self._columns = _tile(across)
+        self._constants = (*k.shape[1:], *k.stride()[:3], *constants, self._down, self._columns, layer.parts)
 
-    def __call__(self, arguments: tuple[Any, ...]) -> None:
-        grid = _grid(arguments[6], self._row_words, self._tile)
-        self._compiled[grid](*arguments, *self._constants)
+    def __call__(self, staging: Tensor, rows: Rows, tables: tuple[Tensor, ...]) -> None:
+        count = rows.slots.shape[0]
+        arguments = (
+            *(*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables),
+            *(count, self._num_rows, staging.numel() // self._row_bytes, *self._constants),
+        )
+        if self._compiled is None:
+            self._compiled = _compile(self._kernel, arguments)
+        self._compiled[-(-count // self._down), -(-self._across // self._columns), 1](*arguments)
 
 
-def _compile(arguments: tuple[Any, ...]) -> Any:
-    """Compile, where a compiled kernel can be called as it is (since Triton 3.3, not in its interpreter)."""
+def _make_move(layer: PagedLayer, key: Key) -> _Launch:
+    k, v = layer.words
+    across = layer.row_bytes // k.element_size()
+    return _Launch(triton_source.move, layer, (k, k if v is None else v), across, key[0] == "scatter")
+
+
+def _make_rotated(layer: PagedLayer, key: Key) -> _Launch:
+    interleaved, half, *_ = key
+    k, (words, v) = layer.k.view(layer.dtype), layer.words
+    word = words.element_size() // k.element_size()
+    across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
+    views = k, words if v is None else v
+    return _Launch(triton_source.scatter_rotated, layer, views, across, half, interleaved, word)
+
+
+def _compile(kernel: Any, arguments: tuple[Any, ...]) -> Any:
+    """Compile, where a compiled kernel can be called as it is: since Triton 3.3, not in its interpreter."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < (3, 3) or not isinstance(triton_source.move, triton.JITFunction):
-        return triton_source.move
-    return triton_source.move.warmup(*arguments, grid=(1,))
+    if version < (3, 3) or not isinstance(kernel, triton.JITFunction):
+        return kernel
+    return kernel.warmup(*arguments, grid=(1,))
 
 
-def _shape(k: Tensor) -> tuple[int, ...]:
-    """Block size, heads and width of a view, then its outer strides."""
-    return (*k.shape[1:], *k.stride()[:3])
-
-
-def _tile(columns: int) -> tuple[int, int]:
+def _tile(across: int) -> tuple[int, int]:
     """Rows and columns of one program, for rows of so many columns."""
-    across = min(triton.next_power_of_2(columns), TILE)
-    return TILE // across, across
-
-
-def _grid(rows: int, columns: int, tile: tuple[int, int]) -> tuple[int, int, int]:
-    return -(-rows // tile[0]), -(-columns // tile[1]), 1
+    columns = min(triton.next_power_of_2(across), TILE)
+    return TILE // columns, columns

@@ -69,7 +69,7 @@ def move(
     k, v, staging, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, SCATTER: tl.constexpr,
+    SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Copy rows of K and V between cache and staging; strides count in words of the cache's type."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

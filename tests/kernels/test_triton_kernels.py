@@ -86,19 +86,16 @@ def test_rows_past_2_to_the_31_elements_are_reached(
 
 
 def test_a_layer_compiles_once_for_any_number_and_alignment_of_rows(
-    best: Kernels, run: Callable, device: torch.device
+    best: Kernels, run: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lwkv.kernels import triton_kernels
 
-    compiled: list[object] = []
-    original, triton_kernels._compile = triton_kernels._compile, lambda a: compiled.append(a) or original(a)
-    try:
-        _, layer = make_layer(device)
-        staging = torch.zeros(64 * layer.row_bytes, dtype=torch.uint8, device=device)
-        numbers = torch.arange(12, device=device)
-        for first, last in [(0, 0), (0, 1), (1, 3), (3, 12), (0, 12)]:
-            part = numbers[first:last]
-            run(lambda part=part: best.scatter(layer, staging, Rows(part, part, part + 12)))
-    finally:
-        triton_kernels._compile = original
+    compiled, original = [], triton_kernels._compile
+    monkeypatch.setattr(triton_kernels, "_compile", lambda *a: compiled.append(a) or original(*a))
+    _, layer = make_layer(device)
+    staging = torch.zeros(64 * layer.row_bytes, dtype=torch.uint8, device=device)
+    numbers = torch.arange(12, device=device)
+    for first, last in [(0, 0), (0, 1), (1, 3), (3, 12), (0, 12)]:
+        part = numbers[first:last]
+        run(lambda part=part: best.scatter(layer, staging, Rows(part, part, part + 12)))
     assert len(compiled) == 1
