@@ -9,21 +9,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lwkv.config import Config
+    from lwkv.connectors import CreateGPUConnector
+    from lwkv.engine import CacheEngine, Request
     from lwkv.errors import ClosedError, ConfigError, LayoutError, LwkvError, RequestError
+    from lwkv.layout import KVSpec
+    from lwkv.metadata import CacheMetadata
     from lwkv.picture import draw_timeline
+    from lwkv.steps import LayerSteps, StepResult
     from lwkv.timeline import LoadTimes, Span, Timeline, hidden_and_exposed
     from lwkv.trace import write_trace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheEngine",
+    "CacheMetadata",
     "ClosedError",
+    "Config",
     "ConfigError",
+    "CreateGPUConnector",
+    "KVSpec",
+    "LayerSteps",
     "LayoutError",
     "LoadTimes",
     "LwkvError",
+    "Request",
     "RequestError",
     "Span",
+    "StepResult",
     "Timeline",
     "__version__",
     "draw_timeline",
@@ -32,8 +46,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "lwkv.config": ("Config",),
+    "lwkv.connectors": ("CreateGPUConnector",),
+    "lwkv.engine": ("CacheEngine", "Request"),
     "lwkv.errors": ("ClosedError", "ConfigError", "LayoutError", "LwkvError", "RequestError"),
+    "lwkv.layout": ("KVSpec",),
+    "lwkv.metadata": ("CacheMetadata",),
     "lwkv.picture": ("draw_timeline",),
+    "lwkv.steps": ("LayerSteps", "StepResult"),
     "lwkv.timeline": ("LoadTimes", "Span", "Timeline", "hidden_and_exposed"),
     "lwkv.trace": ("write_trace",),
 }
