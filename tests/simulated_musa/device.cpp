@@ -27,7 +27,7 @@ void stop() {
   const WithoutInterpreter released;
   std::lock_guard guard(shared().lock);
   shared().stopping = true;
-  shared().changed.notify_all();
+  for (int device = 0; device < devices; ++device) each_stream(device, [](Stream& stream) { stream.wake(); });
 }
 
 void set_delay(double shortest, double longest, uint32_t seed) {

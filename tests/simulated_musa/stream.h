@@ -30,11 +30,10 @@ using Clock = std::chrono::steady_clock;
 constexpr int devices = 2;
 constexpr int pool_size = 32;  // streams per priority, handed out in turn
 
-// One lock and one condition for all streams: the simulator is small, and this way nothing can deadlock in it.
+// One lock for all streams: the simulator is small, and this way its locks can't deadlock.
 // Everything is leaked on purpose: workers outlive static destructors.
 struct Shared {
   std::mutex lock;
-  std::condition_variable changed;
   bool stopping = false;
   std::atomic<bool> forked{false};  // no worker survives a fork, and the lock may not either
   double shortest_delay = 0, longest_delay = 0;
@@ -77,7 +76,7 @@ class Stream {
     std::lock_guard guard(shared().lock);
     if (!std::exchange(started_, true)) std::thread(&Stream::run, this).detach();
     queue_.emplace_back(std::move(work), delayed);
-    shared().changed.notify_all();
+    wake_.notify_one();
     return ++queued_;
   }
 
@@ -96,8 +95,8 @@ class Stream {
     refuse_fork();
     std::unique_lock guard(shared().lock);
     needed_ = std::max(needed_, place);
-    shared().changed.notify_all();
-    shared().changed.wait(guard, [&] { return done_ >= place || shared().stopping; });
+    wake_.notify_one();
+    advanced_.wait(guard, [&] { return done_ >= place || shared().stopping; });
   }
 
   // A host wait; throws what an earlier operation of this stream threw, once.
@@ -115,7 +114,13 @@ class Stream {
   void set_late(bool late) {
     std::lock_guard guard(shared().lock);
     late_ = late;
-    shared().changed.notify_all();
+    wake_.notify_one();
+  }
+
+  // Called with the lock held, when everything stops.
+  void wake() {
+    wake_.notify_all();
+    advanced_.notify_all();
   }
 
  private:
@@ -126,7 +131,7 @@ class Stream {
   void run() {
     std::unique_lock guard(shared().lock);
     while (true) {
-      shared().changed.wait(guard, [&] { return shared().stopping || runnable(); });
+      wake_.wait(guard, [&] { return shared().stopping || runnable(); });
       if (shared().stopping) return;
       auto [work, delayed] = std::move(queue_.front());
       queue_.pop_front();
@@ -138,7 +143,7 @@ class Stream {
       guard.lock();
       if (error && !error_) error_ = error;
       ++done_;
-      shared().changed.notify_all();
+      advanced_.notify_all();
     }
   }
 
@@ -153,6 +158,7 @@ class Stream {
     return nullptr;
   }
 
+  std::condition_variable wake_, advanced_;  // for the worker; for those who wait for it
   std::deque<std::pair<Work, bool>> queue_;
   uint64_t queued_ = 0, done_ = 0, needed_ = 0;
   bool started_ = false, late_ = false;
