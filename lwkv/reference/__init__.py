@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from lwkv.reference.blocks import BlockAllocator
 from lwkv.reference.cache import LAYOUTS, PagedCache
+from lwkv.reference.connect import describe_model, open_cache_engine
 from lwkv.reference.document import QUESTIONS, document_prompt, read_document
 from lwkv.reference.engine import ReferenceEngine, generate
 from lwkv.reference.forward import LayerMark, forward
 from lwkv.reference.gguf_file import GGUFFile, load_gguf
 from lwkv.reference.hf_folder import load_hf_folder
-from lwkv.reference.hooks import KVSteps, Loads, NoCache
+from lwkv.reference.hooks import KVSteps, NoCache, StepOutcome
 from lwkv.reference.model import Model
 from lwkv.reference.random_model import random_model
 from lwkv.reference.request import Answer, Prompt
@@ -28,7 +29,6 @@ __all__ = [
     "KVSteps",
     "LayerMark",
     "Limits",
-    "Loads",
     "Lookup",
     "Model",
     "ModelShape",
@@ -37,8 +37,10 @@ __all__ = [
     "Prompt",
     "ReferenceEngine",
     "RopeScaling",
+    "StepOutcome",
     "Tokenizer",
     "chat_prompt",
+    "describe_model",
     "document_prompt",
     "find_smollm2",
     "forward",
@@ -47,6 +49,7 @@ __all__ = [
     "load_gguf",
     "load_hf_folder",
     "load_smollm2",
+    "open_cache_engine",
     "random_model",
     "read_document",
     "tokenizer_from_folder",

@@ -11,7 +11,7 @@ from lwkv.reference.batch import Part, build_batch
 from lwkv.reference.blocks import BlockAllocator
 from lwkv.reference.cache import PagedCache
 from lwkv.reference.forward import LayerMark, forward, no_mark
-from lwkv.reference.hooks import KVSteps, Loads, NoCache
+from lwkv.reference.hooks import KVSteps, NoCache, StepOutcome
 from lwkv.reference.model import Model
 from lwkv.reference.request import Answer, Prompt, RequestState
 from lwkv.reference.scheduler import Limits, Lookup, Scheduler, Work
@@ -74,17 +74,17 @@ class ReferenceEngine:
         works = self._scheduler.plan()
         if not works:
             return {}
-        logits, loads = self._run(works)
-        present = _present(works, loads)
+        logits, outcome = self._run(works)
+        present = _present(works, outcome)
         # The one place where the host waits for the device.
         sampled = logits.argmax(-1).tolist()
         finished = {}
         for work, num_present, token in zip(works, present, sampled, strict=True):
-            if self._advance(work, num_present, token):
+            if self._advance(work, num_present, outcome.stored, token):
                 finished[work.state.index] = work.state.answer()
         return finished
 
-    def _run(self, works: Sequence[Work]) -> tuple[Tensor, Loads]:
+    def _run(self, works: Sequence[Work]) -> tuple[Tensor, StepOutcome]:
         parts = [
             Part(work.state.tokens[work.start : work.end], work.start, work.state.blocks) for work in works
         ]
@@ -97,11 +97,11 @@ class ReferenceEngine:
         logits = forward(self.model, self.cache, batch, self._steps, self._mark)
         return logits, self._steps.wait_for_save()
 
-    def _advance(self, work: Work, num_present: int, token: int) -> bool:
+    def _advance(self, work: Work, num_present: int, stored: bool, token: int) -> bool:
         """Take over a step's outcome for one request; True if it is finished."""
         state = work.state
         # After a failed load the step's KV and logits rest on garbage: the token is dropped, the rest redone.
-        if not self._scheduler.complete(work, num_present) or work.end < len(state.tokens):
+        if not self._scheduler.complete(work, num_present, stored) or work.end < len(state.tokens):
             return False
         state.add(token)
         if not state.is_finished:
@@ -110,11 +110,11 @@ class ReferenceEngine:
         return True
 
 
-def _present(works: Sequence[Work], loads: Loads) -> list[int]:
+def _present(works: Sequence[Work], outcome: StepOutcome) -> list[int]:
     """Count for each request the tokens before the first one that failed to load."""
     loading = [work for work in works if work.load is not None]
     present = {work.state.index: work.start for work in works}
-    for work, mask in zip(loading, loads.loaded, strict=True):
+    for work, mask in zip(loading, outcome.loaded, strict=True):
         present[work.state.index] = _first_missing(work, mask)
     return list(present.values())
 

@@ -6,35 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class KVRequest:
-    """Tokens of one request whose KV is to be loaded or stored.
-
-    `tokens` and `slot_mapping` are int64 (T,) on the CPU, slot -1 where a token has none. `mask`, bool (T,),
-    is False over a prefix that needs no move: for a load it is in the engine, for a store in the cache.
-    """
-
-    tokens: Tensor
-    slot_mapping: Tensor
-    mask: Tensor
-    salts: Sequence[str] = ()
+from lwkv.request import Request
 
 
-class Loads(Protocol):
-    """What came of a step's loads."""
+class StepOutcome(Protocol):
+    """What came of a step's loads and stores."""
 
     @property
     def loaded(self) -> Sequence[Tensor]:
         """One a load, bool (T,), CPU: which of its tokens have their KV in all layers now."""
 
+    @property
+    def stored(self) -> bool:
+        """Whether the step's stores were accepted; if not, they are to be offered again."""
+
 
 class KVSteps(Protocol):
     """A KV cache beside the engine. Each is called once a step, the layer hooks once a layer, in order."""
 
-    def begin(self, loads: Sequence[KVRequest], stores: Sequence[KVRequest]) -> None:
+    def begin(self, loads: Sequence[Request], stores: Sequence[Request]) -> None:
         """Announce what this step loads and stores; either may be empty."""
 
     def start_load_kv(self) -> list[int]:
@@ -46,22 +39,25 @@ class KVSteps(Protocol):
     def save_kv_layer(self, layer: int) -> None:
         """Begin the stores of this layer, which the work queued so far has written."""
 
-    def wait_for_save(self) -> Loads:
+    def wait_for_save(self) -> StepOutcome:
         """End the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class _NothingLoaded:
+class Outcome:
+    """A step's outcome; see StepOutcome."""
+
     loaded: Sequence[Tensor]
+    stored: bool
 
 
 class NoCache:
     """The four steps of an engine without a KV cache: all tokens are computed."""
 
     def __init__(self) -> None:
-        self._loads: Sequence[KVRequest] = ()
+        self._loads: Sequence[Request] = ()
 
-    def begin(self, loads: Sequence[KVRequest], stores: Sequence[KVRequest]) -> None:
+    def begin(self, loads: Sequence[Request], stores: Sequence[Request]) -> None:
         self._loads = loads
 
     def start_load_kv(self) -> list[int]:
@@ -73,5 +69,5 @@ class NoCache:
     def save_kv_layer(self, layer: int) -> None:
         pass
 
-    def wait_for_save(self) -> Loads:
-        return _NothingLoaded([load.mask.new_zeros(len(load.mask)) for load in self._loads])
+    def wait_for_save(self) -> Outcome:
+        return Outcome([torch.zeros(len(load.tokens), dtype=torch.bool) for load in self._loads], True)

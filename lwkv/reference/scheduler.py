@@ -10,8 +10,8 @@ import torch
 
 from lwkv.errors import ConfigError, RequestError
 from lwkv.reference.blocks import BlockAllocator
-from lwkv.reference.hooks import KVRequest
 from lwkv.reference.request import Prompt, RequestState
+from lwkv.request import Request
 
 # How many tokens of a prompt's prefix the cache holds, given the tokens and the salts.
 Lookup = Callable[[Sequence[int], Sequence[str]], int]
@@ -28,8 +28,8 @@ class Work:
     state: RequestState
     start: int
     end: int
-    load: KVRequest | None
-    store: KVRequest | None
+    load: Request | None
+    store: Request | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,18 @@ class Scheduler:
             budget -= works[-1].end - works[-1].start
         return works
 
-    def complete(self, work: Work, num_present: int) -> bool:
-        """Note the end of a step whose loads brought `num_present` tokens; False if a load of it failed."""
+    def complete(self, work: Work, num_present: int, stored: bool) -> bool:
+        """Note the end of a step; False if a load failed.
+
+        `num_present` is the number of leading tokens whose KV was there; `stored` is about the step's stores.
+        """
         state = work.state
         state.num_steps += 1
         state.num_prefilled += max(0, min(work.end, state.num_prompt) - work.start)
         if num_present < work.start:
             state.num_failed_loads += 1
             state.num_offered = self._whole_chunks(num_present)
-        elif work.store is not None:
+        elif work.store is not None and stored:
             state.num_offered = len(work.store.tokens)
         if work.load is not None:
             state.num_loaded = min(num_present, work.start) - state.prompt.num_local
@@ -151,24 +154,24 @@ class Scheduler:
             state.num_offered = hit
         return Work(state, start, end, load, self._store(state, end))
 
-    def _load(self, state: RequestState, start: int, hit: int) -> KVRequest:
+    def _load(self, state: RequestState, start: int, hit: int) -> Request:
         slots = state.slots(hit, self._block_size)
         slots[start:] = -1
-        return KVRequest(
+        return Request(
             torch.tensor(state.tokens[:hit]),
             slots,
             torch.arange(hit) >= state.num_computed,
             state.prompt.salts,
         )
 
-    def _store(self, state: RequestState, end: int) -> KVRequest | None:
+    def _store(self, state: RequestState, end: int) -> Request | None:
         limit = end if self._limits.store_decode else min(end, state.num_prompt)
         offer = limit if limit == state.num_prompt else self._whole_chunks(limit)
         if offer <= state.num_offered:
             return None
         mask = torch.arange(offer) >= self._whole_chunks(state.num_offered)
         slots = state.slots(offer, self._block_size)
-        return KVRequest(torch.tensor(state.tokens[:offer]), slots, mask, state.prompt.salts)
+        return Request(torch.tensor(state.tokens[:offer]), slots, mask, state.prompt.salts)
 
     def _whole_chunks(self, num_tokens: int) -> int:
         return num_tokens // self._limits.chunk_size * self._limits.chunk_size
