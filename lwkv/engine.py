@@ -262,8 +262,8 @@ class CacheEngine:
         mode = "layer by layer" if self.config.use_layerwise else "in bulk (use_layerwise is off)"
         return (
             f"lwkv moves KV {mode}: platform {self.connector.platform.name}, "
-            f"{self.connector.name} connector, {self.connector.kernels.name} kernels, {self.num_layers} layers, "
-            f"pages of {self.connector.page_bytes} bytes, up to {self._pool.max_pages} of them"
+            f"{self.connector.name} connector, {self.connector.kernels.name} kernels, "
+            f"{self.num_layers} layers, pages of {self.connector.page_bytes} bytes, up to {self._pool.max_pages} of them"
         )
 
 

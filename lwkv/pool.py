@@ -6,6 +6,7 @@ import logging
 import threading
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lwkv.errors import ConfigError
@@ -92,63 +93,80 @@ class HostPool:
             return pages
 
     def shortage(self, count: int) -> int:
-        """How many pages more would have to be free for `allocate(count)`."""
+        """How many pages more would have to be free for `allocate(count)`; more than exist after `close`."""
         with self._lock:
-            return max(0, count - self._free.num_free)
+            return self.max_pages + 1 if self._closed else max(0, count - self._free.num_free)
+
+    def is_shared(self, pages: Int64s) -> bool:
+        """Whether any of `pages` has more than one reference, so that one `release` would not free them all."""
+        with self._lock:
+            return bool((self._references[pages] > 1).any())
 
     def share(self, pages: Int64s) -> None:
-        """Add one reference to each of `pages`, distinct numbers in use."""
+        """Add one reference to each of `pages`. Raises ValueError as `release`."""
         with self._lock:
-            self._require_used(pages)
-            self._references[pages] += 1
+            self._references[self._require_used(pages)] += 1
 
     def release(self, pages: Int64s) -> None:
-        """Drop one reference of each of `pages`, distinct numbers in use; free those at zero."""
+        """Drop one reference of each of `pages`, in any order; free those at zero.
+
+        Raises ValueError, having changed nothing, for a page that is not in use or is named twice.
+        """
         with self._lock:
-            self._require_used(pages)
+            pages = self._require_used(pages)
             self._references[pages] -= 1
-            for run in _runs(np.sort(pages[self._references[pages] == 0]), self._span):
+            for run in _runs(pages[self._references[pages] == 0], self._span):
                 self._free.give(int(run[0]), int(run[-1]) + 1)
+            self._end()
 
     def page(self, number: int) -> torch.Tensor:
         """The usable bytes of a page, uint8 (page_bytes,); valid as long as the caller holds a reference."""
         start = number % self._span * self.page_stride
         return self._slabs[number // self._span].narrow(0, start, self.page_bytes)
 
-    def copy_batch(self, pages: Int64s, sizes: Int64s, device_stride: int) -> CopyBatch:
-        """Describe the first `sizes[i]` bytes of page `pages[i]` lying at `i * device_stride` of a buffer.
+    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> list[CopyBatch]:
+        """Describe the copies of several layers, each to or from a buffer of its own.
 
+        Batch j holds the first `sizes[i]` bytes of page `pages[j, i]`, at `i * device_stride` of its buffer.
         Neighbouring full pages become one run where both sides are contiguous.
+
+        Args:
+            pages: int64 (layers, chunks), chunks > 0. sizes: int64 (chunks,), bytes.
         """
-        slab_of, inner = np.divmod(pages, self._span)
-        joined = np.empty(len(pages), bool)
-        joined[:1] = False
-        if self.page_stride == device_stride:
-            joined[1:] = (np.diff(pages) == 1) & (sizes[:-1] == device_stride) & (inner[1:] != 0)
-        else:
-            joined[1:] = False
-        first = np.flatnonzero(~joined)
-        offsets = inner[first] * self.page_stride
-        slab_of = slab_of[first]
-        return CopyBatch(
-            slabs=self._slabs,
-            slab_of=slab_of,
-            host_offsets=offsets,
-            host_addresses=self._bases[slab_of] + offsets,
-            device_offsets=first * device_stride,
-            sizes=np.add.reduceat(sizes, first) if len(first) else sizes,
-            # Pages are loaded from only after the host has seen their last save end.
-            stable=True,
-        )
+        starts = self._run_starts(pages, sizes, device_stride)
+        if (starts != starts[:1]).any():
+            return [self.copy_batches(row[None], sizes, device_stride)[0] for row in pages]
+        first = np.flatnonzero(starts[0])
+        slab_of, inner = np.divmod(np.ascontiguousarray(pages[:, first]), self._span)
+        offsets = inner * self.page_stride
+        addresses = self._bases[slab_of] + offsets
+        on_device, bytes_of_run = first * device_stride, np.add.reduceat(sizes, first)
+        # Stable: pages are loaded from only after the host has seen their last save end.
+        return [
+            CopyBatch(self._slabs, *host, on_device, bytes_of_run, stable=True)
+            for host in zip(slab_of, offsets, addresses, strict=True)
+        ]
 
     def close(self) -> None:
-        """Hand out nothing any more, and give the slabs back to the system unless a page is still in use."""
+        """Hand out nothing any more; the slabs go back to the system with the last page in use."""
         with self._lock:
             self._closed = True
-            if not self._references.any():
-                self._slabs = []
+            self._end()
+
+    def _end(self) -> None:
+        if self._closed and not self._references.any():
+            self._slabs = []
+
+    def _run_starts(self, pages: Int64s, sizes: Int64s, device_stride: int) -> npt.NDArray[np.bool_]:
+        starts = np.ones(pages.shape, bool)
+        if self.page_stride == device_stride:
+            follows = (np.diff(pages) == 1) & (pages[:, 1:] % self._span != 0)
+            starts[:, 1:] = ~(follows & (sizes[:-1] == device_stride))
+        return starts
 
     def _ensure_free(self, count: int) -> bool:
+        if count > self.max_pages:
+            return False
         while self._free.num_free < count and self.num_pages < self.max_pages:
             try:
                 self._grow()
@@ -167,9 +185,15 @@ class HostPool:
         self._free.give(start, end)
         self._num_pages = end
 
-    def _require_used(self, pages: Int64s) -> None:
-        if (self._references[pages] <= 0).any():
-            raise ValueError(f"pages {pages[self._references[pages] <= 0].tolist()} are not in use")
+    def _require_used(self, pages: Int64s) -> Int64s:
+        """Return `pages` sorted."""
+        pages = np.sort(pages)
+        wrong = (pages < 0) | (pages >= self._num_pages)
+        wrong |= self._references.take(pages, mode="clip") == 0
+        wrong[1:] |= pages[1:] == pages[:-1]
+        if wrong.any():
+            raise ValueError(f"pages {pages[wrong].tolist()} are not in use, or are named twice")
+        return pages
 
 
 def _runs(pages: Int64s, span: int) -> list[Int64s]:

@@ -118,10 +118,20 @@ def _as_slots(slot_mapping: Any, num_tokens: int, num_slots: int) -> Int64s:
         raise RequestError(
             f"slot {wrong[0]} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
         )
-    used = np.sort(slots[slots != NO_SLOT])
-    if len(used) and (used[1:] == used[:-1]).any():
-        raise RequestError(f"slot {used[:-1][used[1:] == used[:-1]][0]} is given to two tokens of a request")
+    _refuse_repeats(slots[slots != NO_SLOT])
     return slots
+
+
+def _refuse_repeats(slots: Int64s) -> None:
+    """Raise RequestError if a slot occurs twice. Slots come in runs, at least one a block: those are sorted."""
+    starts = np.flatnonzero(np.diff(slots, prepend=NO_SLOT - 1) != 1)
+    lengths = np.diff(starts, append=len(slots))
+    first = slots[starts]
+    order = np.argsort(first)
+    ends = (first + lengths)[order]
+    repeated = first[order][1:] < ends[:-1]
+    if repeated.any():
+        raise RequestError(f"slot {first[order][1:][repeated][0]} is given to two tokens of a request")
 
 
 def _leading_false(mask: Any, num_tokens: int) -> int:

@@ -71,6 +71,7 @@ class BatchRetrieval:
         self._parts: list[Part] = []
         self._load: Load | None = None
         self._futures: list[list[Future[LayerPages]]] = []
+        self._known: Int64s | None = None
         self._queued = 0
         self._closed = False
 
@@ -91,7 +92,8 @@ class BatchRetrieval:
     def queue(self, layer: int) -> None:
         if self._load is None:
             return
-        self._ask_up_to(layer + self._settings.prefetch_layers)
+        if self._known is None:
+            self._ask_up_to(layer + self._settings.prefetch_layers)
         last = min(layer + self._settings.lookahead_layers, self.num_layers - 1)
         while self._queued <= last:
             if self._queued > layer and not self._is_there(self._queued):
@@ -134,6 +136,12 @@ class BatchRetrieval:
             self._counters.add("load_failures")
             log.warning("no device memory to load %d chunks: %s", transfer.num_chunks, error)
             self._alive[:] = False
+            return
+        pages = [part.hold.all_pages() for part in self._parts]
+        known = [matrix for matrix in pages if matrix is not None]
+        if len(known) == len(pages):
+            self._known = np.concatenate(known, axis=1)
+            self._connector.prepare(self._load, self._known)
         else:
             self._ask_up_to(self._settings.prefetch_layers)
 
@@ -143,14 +151,19 @@ class BatchRetrieval:
         self._futures += [list(futures) for futures in zip(*asked, strict=True)]
 
     def _is_there(self, layer: int) -> bool:
+        if self._known is not None:
+            return True
         self._ask_up_to(layer)
         return all(future.done() for future in self._futures[layer])
 
     def _queue_next(self, load: Load) -> None:
         layer = self._queued
-        pages = self._pages(layer)[self._alive]
-        if (pages == MISSING).any():
-            pages = self._drop(load, layer, pages)
+        if self._known is not None:
+            pages = self._known[layer]
+        else:
+            pages = self._pages(layer)[self._alive]
+            if (pages == MISSING).any():
+                pages = self._drop(load, layer, pages)
         self._connector.load_layer(load, layer, pages)
         self._queued += 1
 

@@ -55,6 +55,7 @@ class BatchStoring:
             new[:] = False
             new[wanted[self._write.positions]] = True
             self._save = self._connector.begin_save(transfer.only(new))
+            self._connector.prepare(self._save, self._write.pages)
 
     def queue(self, layer: int) -> None:
         if self._write is not None and self._save is not None:

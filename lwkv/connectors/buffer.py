@@ -65,8 +65,8 @@ class BufferConnector(PagedConnector):
         for layer in self.layers:
             if layer.tokens_per_row != 1 or _shape(layer) != _shape(first):
                 raise LayoutError(
-                    f"layer {layer.name!r} ({layer.page_format}, {_shape(layer)}) cannot be blended: that needs "
-                    f"addressable tokens and the same heads and dtype in every layer, as {_shape(first)}"
+                    f"layer {layer.name!r} ({layer.page_format}, {_shape(layer)}) cannot be blended: that "
+                    f"needs addressable tokens and the same heads and dtype in every layer, as {_shape(first)}"
                 )
 
     def set_rope(self, rope: Rope) -> None:

@@ -13,7 +13,6 @@ from lwkv.connectors.plan import Plan, Slice
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Event, Platform
 from lwkv.platforms.protocol import Int64s
-from lwkv.pool import HostPool
 from lwkv.timeline import Timeline
 
 Write = Callable[[PagedLayer, torch.Tensor, Slice], None]
@@ -35,13 +34,11 @@ class Loader:
         platform: Platform,
         device: torch.device,
         lane: Lane,
-        pool: HostPool,
         timeline: Timeline,
     ) -> None:
         self._platform = platform
         self._device = device
         self._lane = lane
-        self._pool = pool
         self._timeline = timeline
 
     def begin(self, plan: Plan, num_layers: int) -> Load:
@@ -57,13 +54,11 @@ class Loader:
             pages: int64 (chunks,), the host page of each chunk of the plan; they stay in use until `copied`.
             write: queues nothing itself; moves a slice from a staging buffer into `target` when it runs.
         """
-        lane, sizes = self._lane, load.plan.sizes(target)
+        lane = self._lane
         recording = self._timeline.span("load", layer, lane.copies)
-        for part in load.plan.slices(target):
+        copies = load.plan.copies(layer, target, pages)
+        for part, batch in zip(load.plan.slices(target), copies, strict=True):
             buffer = lane.next_to_fill()
-            chunks = slice(part.first, part.last)
-            stride = target.page_bytes(load.plan.chunk_size)
-            batch = self._pool.copy_batch(pages[chunks], sizes[chunks], stride)
             self._platform.load_batch(buffer.memory, batch, lane.copies)
             lane.pass_on(buffer)
             self._platform.launch(lane.kernels, partial(write, target, buffer.memory, part))

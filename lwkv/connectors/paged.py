@@ -123,12 +123,17 @@ class PagedConnector:
         self.kernels: Kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
         self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="kernels")
-        self._loader = Loader(self.platform, self.device, self._load_lane, pool, timeline)
-        self._saver = Saver(self.platform, self.device, self._save_lane, pool, self.kernels, timeline)
+        self._loader = Loader(self.platform, self.device, self._load_lane, timeline)
+        self._saver = Saver(self.platform, self.device, self._save_lane, self.kernels, timeline)
+        self._pool = pool
 
     def begin_load(self, transfer: Transfer) -> Load:
         """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now."""
         return self._loader.begin(self._plan(transfer, self._load_lane.kernels), self.num_layers)
+
+    def prepare(self, batch: Load | Save, pages: Int64s) -> None:
+        """Make the copies of every layer ahead; pages are int64 (layers, chunks), as they will be given."""
+        batch.plan.prepare(self.layers, pages)
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         """Queue one layer: pages are int64 (chunks,), in use until what `end_load` returned has returned."""
@@ -163,7 +168,7 @@ class PagedConnector:
 
     def _plan(self, transfer: Transfer, stream: Stream) -> Plan:
         uploads = Uploads(self.platform, self.device, stream)
-        return Plan(transfer, uploads, self._config.chunk_size, self._chunks_per_slice)
+        return Plan(transfer, uploads, self._pool, self._config.chunk_size, self._chunks_per_slice)
 
     def _write(self, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
         self.kernels.scatter(target, staging, part.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from lwkv.connectors.upload import Uploads
 from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
+from lwkv.platforms import CopyBatch
 from lwkv.platforms.protocol import Int64s
+from lwkv.pool import HostPool
 from lwkv.transfer import PageShape, Transfer
 
 
@@ -35,28 +38,44 @@ class Slice:
 class Plan:
     """The slices of a transfer for every page shape that the layers have, made and uploaded on first use."""
 
-    def __init__(self, transfer: Transfer, uploads: Uploads, chunk_size: int, chunks_per_slice: int) -> None:
+    def __init__(
+        self, transfer: Transfer, uploads: Uploads, pool: HostPool, chunk_size: int, chunks_per_slice: int
+    ) -> None:
         self.transfer = transfer
         self.uploads = uploads
-        self.chunk_size = chunk_size
+        self._pool = pool
+        self._chunk_size = chunk_size
+        self._prepared: dict[int, list[CopyBatch]] = {}
         self._chunks_per_slice = chunks_per_slice
         self._slices: dict[PageShape, list[Slice]] = {}
-        self._sizes: dict[tuple[PageShape, int], Int64s] = {}
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """What to move of `layer`, a staging buffer at a time."""
-        shape = page_shape(layer, self.chunk_size)
+        shape = page_shape(layer, self._chunk_size)
         if shape not in self._slices:
             self._slices[shape] = self._make_slices(shape)
         return self._slices[shape]
 
-    def sizes(self, layer: PagedLayer) -> Int64s:
-        """Bytes in use in each chunk's page of `layer`, int64 (chunks,)."""
-        shape = page_shape(layer, self.chunk_size)
-        key = shape, layer.row_bytes
-        if key not in self._sizes:
-            self._sizes[key] = self.transfer.page_rows(shape) * layer.row_bytes
-        return self._sizes[key]
+    def prepare(self, layers: Sequence[PagedLayer], pages: Int64s) -> None:
+        """Make the copies of all layers now: cheaper than one by one. Pages are int64 (layers, chunks)."""
+        first = layers[0]
+        if all(self._kind(layer) == self._kind(first) for layer in layers):
+            batches = [self._batches(part, first, pages) for part in self.slices(first)]
+            self._prepared = dict(enumerate(map(list, zip(*batches, strict=True))))
+
+    def copies(self, number: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
+        """The copies of one layer, a batch for each slice; `pages`, int64 (chunks,), unless prepared."""
+        if number in self._prepared:
+            return self._prepared[number]
+        return [self._batches(part, layer, pages[None])[0] for part in self.slices(layer)]
+
+    def _batches(self, part: Slice, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
+        chunks = slice(part.first, part.last)
+        sizes = self.transfer.page_rows(page_shape(layer, self._chunk_size))[chunks] * layer.row_bytes
+        return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(self._chunk_size))
+
+    def _kind(self, layer: PagedLayer) -> tuple[PageShape, int]:
+        return page_shape(layer, self._chunk_size), layer.row_bytes
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         table, bounds = self.transfer.rows(shape, self._chunks_per_slice)

@@ -14,7 +14,6 @@ from lwkv.kernels import Kernels
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
-from lwkv.pool import HostPool
 from lwkv.timeline import Timeline
 
 
@@ -33,14 +32,12 @@ class Saver:
         platform: Platform,
         device: torch.device,
         lane: Lane,
-        pool: HostPool,
         kernels: Kernels,
         timeline: Timeline,
     ) -> None:
         self._platform = platform
         self._device = device
         self._lane = lane
-        self._pool = pool
         self._kernels = kernels
         self._timeline = timeline
 
@@ -51,18 +48,16 @@ class Saver:
             source: the layer read; its rows must not change before the call that `release_blocks` orders.
             pages: int64 (chunks,), the host page of each chunk of the plan.
         """
-        lane, sizes = self._lane, save.plan.sizes(source)
+        lane = self._lane
         if sync:
             self._wait_for_writers()
         recording = self._timeline.span("save", layer, lane.kernels)
-        for part in save.plan.slices(source):
+        copies = save.plan.copies(layer, source, pages)
+        for part, batch in zip(save.plan.slices(source), copies, strict=True):
             buffer = lane.next_to_fill()
             work = partial(self._kernels.gather, source, buffer.memory, part.rows)
             self._platform.launch(lane.kernels, work)
             lane.pass_on(buffer)
-            chunks = slice(part.first, part.last)
-            stride = source.page_bytes(save.plan.chunk_size)
-            batch = self._pool.copy_batch(pages[chunks], sizes[chunks], stride)
             self._platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
         recording.end(lane.copies)

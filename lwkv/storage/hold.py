@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage.host import Chunk
-from lwkv.storage.tier import Tier
+from lwkv.storage.guard import Guard
 
 MISSING = -1
 
@@ -33,7 +33,7 @@ class Found:
     key: ChunkKey
     num_tokens: int
     chunk: Chunk | None = None
-    tier: Tier | None = None
+    tier: Guard | None = None
 
 
 @dataclass(eq=False)
@@ -41,7 +41,8 @@ class Hold:
     """The chunks found, pinned, and the pages that arrive for those from lower tiers.
 
     `fetched` is int64 (layers, chunks): pages taken for lower-tier chunks so far. They belong to the hold
-    until `release`, which hands complete chunks to `promote` and the other pages to `give_back`.
+    until `release`, which hands complete chunks to `promote` and the other pages to `give_back`. `lower` has
+    each lower tier that was found to have some of the chunks, with their keys and their positions.
     """
 
     found: Sequence[Found]
@@ -51,6 +52,7 @@ class Hold:
     give_back: Callable[[Int64s], None]
     fetched: Int64s = field(init=False)
     in_host: npt.NDArray[np.bool_] = field(init=False)
+    lower: list[tuple[Guard, list[ChunkKey], Int64s]] = field(init=False)
     _host_pages: Int64s = field(init=False)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _released: bool = field(init=False, default=False)
@@ -62,15 +64,12 @@ class Hold:
         pages = [item.chunk.pages for item in self.found if item.chunk is not None]
         if pages:
             self._host_pages[:, self.in_host] = np.stack(pages, axis=1)
+        tiers = {item.tier: None for item in self.found if item.tier is not None}
+        self.lower = [self._chunks_in(tier) for tier in tiers]
 
-    @property
-    def keys(self) -> list[ChunkKey]:
-        return [item.key for item in self.found]
-
-    def lower_by_tier(self) -> list[tuple[Tier, Int64s]]:
-        """Each lower tier that has some of the chunks, with their positions."""
-        tiers = {id(item.tier): item.tier for item in self.found if item.tier is not None}
-        return [(tier, self._positions_in(tier)) for tier in tiers.values()]
+    def all_pages(self) -> Int64s | None:
+        """Every layer's pages, int64 (layers, chunks), if all chunks are in the host tier."""
+        return self._host_pages if self.in_host.all() else None
 
     def host_pages(self, layer: int) -> Int64s:
         """The pages of `layer` in the host tier, a copy; MISSING for chunks of lower tiers."""
@@ -103,8 +102,9 @@ class Hold:
         if (rest != MISSING).any():
             self.give_back(rest[rest != MISSING])
 
-    def _positions_in(self, tier: Tier) -> Int64s:
-        return np.array([i for i, item in enumerate(self.found) if item.tier is tier], np.int64)
+    def _chunks_in(self, tier: Guard) -> tuple[Guard, list[ChunkKey], Int64s]:
+        positions = [i for i, item in enumerate(self.found) if item.tier is tier]
+        return tier, [self.found[i].key for i in positions], np.array(positions, np.int64)
 
 
 class LayerFetch:
