@@ -283,6 +283,16 @@ def test_opaque_blocks_that_are_not_contiguous_are_refused() -> None:
         describe_layers({"a": torch.zeros(2, 5, 96).transpose(0, 1)}, SPEC, "opaque", "vec")
 
 
+def test_words_mind_where_the_memory_starts() -> None:
+    memory = torch.zeros(2 * 3 * 4 * 8 + 8, dtype=torch.uint8).numpy().data
+    start = next(
+        n for n in range(1, 3) if torch.frombuffer(memory, dtype=torch.uint8, offset=n).data_ptr() % 2
+    )
+    cache = torch.frombuffer(memory, dtype=torch.uint8, offset=start)[: 2 * 3 * 4 * 8].view(2, 3, 4, 1, 8)
+    (layer,) = describe_layers([cache], KVSpec(1, 8, 4))
+    assert layer.words[0].element_size() == 1
+
+
 def test_words_mind_the_strides_of_single_elements_too() -> None:
     cache = torch.zeros(99, dtype=torch.bfloat16).as_strided((2, 2, 2, 1, 8), (32, 16, 8, 9, 1))
     (layer,) = describe_layers([cache], KVSpec(1, 8, 2), layout="vllm_2bnhd")
