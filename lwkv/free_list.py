@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 
+SPARE_ENTRIES = 64
+
 
 class FreeList:
     """Runs of free page numbers, the longest handed out first.
@@ -50,6 +52,12 @@ class FreeList:
         self._end_of[start] = end
         self._start_of[end] = start
         heapq.heappush(self._heap, (start - end, start))
+        if len(self._heap) > 2 * len(self._end_of) + SPARE_ENTRIES:
+            self._drop_outdated()
+
+    def _drop_outdated(self) -> None:
+        self._heap = [(start - end, start) for start, end in self._end_of.items()]
+        heapq.heapify(self._heap)
 
     def _pop_longest(self) -> tuple[int, int]:
         while True:

@@ -98,7 +98,7 @@ class HostPool:
             return self.max_pages + 1 if self._closed else max(0, count - self._free.num_free)
 
     def is_shared(self, pages: Int64s) -> bool:
-        """Whether any of `pages` has more than one reference, so that one `release` would not free them all."""
+        """Whether any of `pages` has several references: one `release` would not free them all."""
         with self._lock:
             return bool((self._references[pages] > 1).any())
 

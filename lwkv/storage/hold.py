@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
-from lwkv.storage.host import Chunk
 from lwkv.storage.guard import Guard
+from lwkv.storage.host import Chunk
 
 MISSING = -1
 

@@ -27,13 +27,14 @@ class HostTier:
     """Complete chunks in the host pool, least recently used first.
 
     A chunk enters with all its layers and leaves with all its layers, so that it is visible whole or not at
-    all. A pinned chunk is never evicted. Thread-safe.
+    all. A pinned chunk is never evicted, nor one whose pages a lower tier still reads. Thread-safe.
     """
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
         self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
         self._lock = threading.Lock()
+        self._closed = False
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -69,21 +70,21 @@ class HostTier:
         surplus: list[Int64s] = []
         with self._lock:
             for key, chunk in zip(reversed(keys), reversed(chunks), strict=True):
-                if key in self._chunks:
+                if self._closed or key in self._chunks:
                     surplus.append(chunk.pages)
                 else:
                     self._chunks[key] = chunk
         self._release(surplus)
 
     def evict(self, num_pages: int) -> bool:
-        """Drop unpinned chunks, least recently used first, that held `num_pages`; none if too few do."""
+        """Free `num_pages` pages or more, least recently used chunks first; none where too few can go."""
         victims: list[ChunkKey] = []
         found = 0
         with self._lock:
             for key, chunk in self._chunks.items():
                 if found >= num_pages:
                     break
-                if not chunk.pins:
+                if not chunk.pins and not self._pool.is_shared(chunk.pages):
                     victims.append(key)
                     found += len(chunk.pages)
             if found < num_pages:
@@ -93,9 +94,10 @@ class HostTier:
         self._release(dropped)
         return True
 
-    def clear(self) -> None:
-        """Drop every chunk that is not pinned."""
+    def close(self) -> None:
+        """Drop every chunk that is not pinned, and keep none from now on."""
         with self._lock:
+            self._closed = True
             dropped = [key for key, chunk in self._chunks.items() if not chunk.pins]
             pages = [self._chunks.pop(key).pages for key in dropped]
         self._release(pages)

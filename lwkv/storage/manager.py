@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from lwkv.counters import Counters
-from lwkv.keys import ChunkKey, LayerKey
+from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
+from lwkv.storage.guard import Guard
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host import Chunk, HostTier
-from lwkv.storage.tier import Status, Tier
+from lwkv.storage.tier import Tier
 from lwkv.storage.write import Write
-from lwkv.workers import Workers
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-NUM_THREADS = 4
 
 
 class StorageManager:
@@ -52,10 +46,8 @@ class StorageManager:
         self.frozen = False
         self._pool = pool
         self._num_layers = num_layers
-        self._tiers = tuple(tiers)
-        self._timeout_s = timeout_s
         self._counters = counters or Counters()
-        self._workers = Workers("storage", NUM_THREADS)
+        self._tiers = [Guard(tier, pool, timeout_s, self._counters) for tier in tiers]
         self._writing: set[ChunkKey] = set()
         self._lock = threading.Lock()
 
@@ -83,7 +75,8 @@ class StorageManager:
     def layerwise_batched_get(self, hold: Hold, layers: Iterable[int]) -> list[Future[LayerPages]]:
         """Ask for every held chunk's page of each of `layers`; one future a layer, none of which raises.
 
-        Pages belong to the hold. A chunk that fails, or finds no free page, is MISSING in its layer.
+        Pages belong to the hold, which is asked for each layer once. A chunk that fails, or finds no free
+        page, is MISSING in its layer. A tier that hangs keeps its future waiting: wait with a deadline.
         """
         return [self._get_layer(hold, layer) for layer in layers]
 
@@ -126,90 +119,39 @@ class StorageManager:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until lower tiers have what they were given; False if that took longer than `timeout_s`."""
-        return self._workers.wait_idle(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        return all(tier.wait_idle(deadline - time.monotonic()) for tier in self._tiers)
 
     def close(self, timeout_s: float) -> None:
-        """End the background work and drop every chunk that is not pinned."""
-        if not self._workers.close(timeout_s):
-            log.warning("a storage tier did not finish within %.1f s of closing", timeout_s)
+        """End the background work and drop every chunk that is not pinned; `timeout_s` is for all tiers."""
+        deadline = time.monotonic() + timeout_s
         for tier in self._tiers:
-            tier.close()
-        self.host.clear()
+            tier.close(deadline - time.monotonic())
+        self.host.close()
 
     def _get_layer(self, hold: Hold, layer: int) -> Future[LayerPages]:
-        parts = hold.lower_by_tier()
-        fetch = LayerFetch(hold, layer, len(parts))
-        for tier, positions in parts:
+        fetch = LayerFetch(hold, layer, len(hold.lower))
+        for tier, keys, positions in hold.lower:
             pages = self.allocate(len(positions))
             if pages is None:
                 self._counters.add("loads_without_memory", len(positions))
                 fetch.part_failed()
-                continue
-            keys = [LayerKey(hold.found[i].key, layer) for i in positions]
-            fetch.watch(self._submit(tier, partial(self._read, tier, keys, pages)), positions, pages)
+            else:
+                fetch.watch(tier.get(keys, layer, pages), positions, pages)
         return fetch.future
 
-    def _read(self, tier: Tier, keys: Sequence[LayerKey], pages: Int64s) -> npt.NDArray[np.bool_]:
-        buffers = [self._pool.page(int(page)) for page in pages]
-        statuses = tier.get(keys, buffers, self._timeout_s)
-        return self._succeeded(tier, "get", statuses, len(keys))
-
-    def _write_through(self, tier: Tier, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+    def _write_through(self, tier: Guard, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
         pages = np.concatenate([chunk.pages for chunk in chunks])
         self._pool.share(pages)
-        done = self._submit(tier, partial(self._write_layers, tier, keys, chunks))
-        done.add_done_callback(lambda _: self._pool.release(pages))
+        tier.put(keys, chunks).add_done_callback(lambda _: self._pool.release(pages))
 
-    def _write_layers(self, tier: Tier, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
-        alive = list(range(len(keys)))
-        # Layer 0 is the commit record: last, and only for chunks whose other layers are there.
-        for layer in [*range(1, self._num_layers), 0]:
-            layer_keys = [LayerKey(keys[i], layer) for i in alive]
-            buffers = [self._pool.page(int(chunks[i].pages[layer])) for i in alive]
-            statuses = tier.put(layer_keys, buffers, self._timeout_s)
-            ok = self._succeeded(tier, "put", statuses, len(alive))
-            alive = [i for i, fine in zip(alive, ok, strict=True) if fine]
-
-    def _succeeded(
-        self, tier: Tier, call: str, statuses: Sequence[Status], expected: int
-    ) -> npt.NDArray[np.bool_]:
-        if len(statuses) != expected:
-            raise ValueError(f"tier {tier.name}: {call} of {expected} keys returned {len(statuses)} statuses")
-        for status in (Status.MISS, Status.ERROR):
-            if count := statuses.count(status):
-                self._counters.add(f"{tier.name}_{call}_{status.value}", count)
-                log.warning("tier %s: %s of %d keys: %d %s", tier.name, call, expected, count, status.value)
-        return np.array([status is Status.OK for status in statuses], bool)
-
-    def _lower_tiers(self, keys: Sequence[ChunkKey], in_host: Sequence[bool]) -> list[Tier | None]:
-        found: list[Tier | None] = [None] * len(keys)
+    def _lower_tiers(self, keys: Sequence[ChunkKey], in_host: Sequence[bool]) -> list[Guard | None]:
+        found: list[Guard | None] = [None] * len(keys)
         for tier in self._tiers:
             rest = [i for i, known in enumerate(in_host) if not known and found[i] is None]
-            for i, there in zip(rest, self._contains(tier, [keys[i] for i in rest]), strict=True):
+            for i, there in zip(rest, tier.contains([keys[i] for i in rest]), strict=True):
                 found[i] = tier if there else None
         return found
-
-    def _contains(self, tier: Tier, keys: Sequence[ChunkKey]) -> list[bool]:
-        if not keys:
-            return []
-        job = self._submit(tier, partial(tier.contains, keys, self._timeout_s))
-        try:
-            error = job.exception(self._timeout_s)
-        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            error = TimeoutError()
-        answer = [] if error else job.result()
-        return answer if len(answer) == len(keys) else [False] * len(keys)
-
-    def _submit(self, tier: Tier, job: partial[T]) -> Future[T]:
-        future = self._workers.submit(job)
-        future.add_done_callback(partial(self._note_error, tier))
-        return future
-
-    def _note_error(self, tier: Tier, job: Future[T]) -> None:
-        error = None if job.cancelled() else job.exception()
-        if error is not None:
-            self._counters.add(f"{tier.name}_errors")
-            log.warning("tier %s failed: %s: %s", tier.name, type(error).__name__, error)
 
     def _promote(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
         if self.frozen:

@@ -22,10 +22,10 @@ class Status(Enum):
 class Tier(Protocol):
     """A place for pages below host memory.
 
-    Calls block, run on the storage manager's threads, several at once, and should return within
-    `deadline_s` seconds; whoever waits has its own clock. Raising is allowed: it counts as ERROR for every
-    key of the call. A chunk is present when its layer 0 is: the manager puts layer 0 last, a tier removes it
-    first.
+    Calls block, run on threads of the tier's guard, several at once, and should return within `deadline_s`
+    seconds; whoever waits has its own clock. Raising counts as ERROR for every key of the call: raise where
+    the tier itself fails, so that it is left alone for a while. A chunk is present when its layer 0 is: the
+    guard puts layer 0 last, a tier removes it first.
     """
 
     name: str

@@ -1,0 +1,109 @@
+"""Calls to a lower tier, made on threads of their own for as long as the tier answers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from lwkv.counters import Counters
+from lwkv.workers import Workers, cancel
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_REST_S = 1.0
+DOUBLINGS = 6
+
+
+class Calls:
+    """One kind of calls to one tier, which is left alone while it fails or does not answer.
+
+    One error may be the fault of what was asked for; from the second in a row on, the tier rests for 1 s,
+    then 2, up to 64. While any call is older than `timeout_s` seconds no other is made, so that nothing piles
+    up behind a tier that hangs. Both end by themselves, and each is logged once. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        kind: str,
+        num_threads: int,
+        timeout_s: float,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        self._kind = kind
+        self._timeout_s = timeout_s
+        self._counters = counters
+        self._clock = clock
+        self._workers = Workers(f"{tier}-{kind}", num_threads)
+        self._lock = threading.Lock()
+        self._asked: dict[Future[Any], float] = {}  # when, oldest first
+        self._late = False
+        self._failures = 0
+        self._rest_until = clock()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call; the future is cancelled where the tier is left alone, and after `close`."""
+        if not self.is_answering():
+            self._counters.add(f"{self._tier}_skipped")
+            return cancel(Future())
+        future = self._workers.submit(call)
+        with self._lock:
+            self._asked[future] = self._clock()
+        future.add_done_callback(self._ended)
+        return future
+
+    def is_answering(self) -> bool:
+        """Whether a call would be made now."""
+        with self._lock:
+            now = self._clock()
+            oldest = next(iter(self._asked.values()), None)
+            was_late, self._late = self._late, oldest is not None and now - oldest >= self._timeout_s
+            is_news = self._late and not was_late
+            answering = not self._late and now >= self._rest_until
+        if is_news:
+            self._counters.add(f"{self._tier}_timeouts")
+            log.warning(
+                "tier %s: no answer to a %s within %g s: left alone until there is",
+                self._tier,
+                self._kind,
+                self._timeout_s,
+            )
+        return answering
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until every call has ended; False if that took longer than `timeout_s` seconds."""
+        return self._workers.wait_idle(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Let all calls end; False if that took over `timeout_s` seconds, which cancels those not begun."""
+        ended = self._workers.close(timeout_s)
+        self._workers.cancel_queued()
+        return ended
+
+    def _ended(self, call: Future[Any]) -> None:
+        error = None if call.cancelled() else call.exception()
+        with self._lock:
+            del self._asked[call]
+            if error is not None:
+                self._count_failure()
+            elif not call.cancelled():
+                self._failures = 0
+        if error is not None:
+            self._counters.add(f"{self._tier}_errors")
+            log.warning("tier %s: %s failed: %s: %s", self._tier, self._kind, type(error).__name__, error)
+
+    def _count_failure(self) -> None:
+        now = self._clock()
+        # Calls that were on their way when the rest began say nothing new.
+        if now < self._rest_until:
+            return
+        self._failures += 1
+        if self._failures > 1:
+            self._rest_until = now + FIRST_REST_S * 2 ** min(self._failures - 2, DOUBLINGS)

@@ -1,0 +1,130 @@
+"""A lower tier as the storage manager sees it: it never raises, and never blocks for longer than agreed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lwkv.counters import Counters
+from lwkv.keys import ChunkKey, LayerKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool import HostPool
+from lwkv.storage.calls import Calls
+from lwkv.storage.host import Chunk
+from lwkv.storage.tier import Status, Tier
+
+log = logging.getLogger(__name__)
+
+Flags: TypeAlias = "npt.NDArray[np.bool_]"
+
+NUM_READERS = 4
+NUM_WRITERS = 2
+CLOSING_S = 0.5
+
+
+class Guard:
+    """Calls a tier on threads of its own, checks what it answers and counts what goes wrong. Thread-safe.
+
+    Reads do not queue behind writes, nor one tier's calls behind another's. A tier that fails is a miss.
+    """
+
+    def __init__(self, tier: Tier, pool: HostPool, timeout_s: float, counters: Counters) -> None:
+        self._tier = tier
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._counters = counters
+        self._reads = Calls(tier.name, "read", NUM_READERS, timeout_s, counters)
+        self._writes = Calls(tier.name, "write", NUM_WRITERS, timeout_s, counters)
+        self._end = Calls(tier.name, "close", 1, timeout_s, counters)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether each chunk is there; blocks for `timeout_s` at most, after which none is."""
+        if not keys:
+            return []
+        call = self._reads.submit(partial(self._contains, keys))
+        wait([call], self._timeout_s)
+        if not call.done():
+            self._reads.is_answering()  # tells of it, once
+            call.cancel()
+        answered = call.done() and not call.cancelled() and call.exception() is None
+        return call.result() if answered else [False] * len(keys)
+
+    def get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Future[Flags]:
+        """Start to fill `pages` with `layer` of each chunk; the result says which of them are filled.
+
+        The tier may write to the pages until the future is done, however late that is.
+        """
+        return self._reads.submit(partial(self._get, keys, layer, pages))
+
+    def put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> Future[None]:
+        """Start to copy complete chunks; their pages must not change until the future is done."""
+        return self._writes.submit(partial(self._put, keys, chunks))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        return self._writes.wait_idle(timeout_s) and self._reads.wait_idle(deadline - time.monotonic())
+
+    def close(self, timeout_s: float) -> None:
+        """Let what is under way end, then close the tier; both together within `timeout_s` seconds.
+
+        A tier has half a second to close even where nothing is left of that.
+        """
+        deadline = time.monotonic() + timeout_s
+        ended = [calls.close(deadline - time.monotonic()) for calls in (self._writes, self._reads)]
+        self._end.submit(self._tier.close)
+        if not (self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)):
+            log.warning("tier %s did not end within the time given to close", self._tier.name)
+
+    def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        answer = self._tier.contains(keys, self._timeout_s)
+        _check_length("contains", answer, len(keys))
+        return [bool(there) for there in answer]
+
+    def _get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Flags:
+        buffers = [self._pool.page(page) for page in pages.tolist()]
+        return self._filled(
+            "get", self._tier.get([LayerKey(key, layer) for key in keys], buffers, self._timeout_s), len(keys)
+        )
+
+    def _put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        alive = list(zip(keys, chunks, strict=True))
+        # Layer 0 is the commit record: last, and only for chunks whose other layers are there.
+        for layer in [*range(1, len(chunks[0].pages)), 0]:
+            layer_keys = [LayerKey(key, layer) for key, _ in alive]
+            buffers = [self._pool.page(int(chunk.pages[layer])) for _, chunk in alive]
+            ok = self._filled("put", self._tier.put(layer_keys, buffers, self._timeout_s), len(alive))
+            alive = [item for item, fine in zip(alive, ok, strict=True) if fine]
+            if not alive:
+                return
+
+    def _filled(self, call: str, statuses: Sequence[Status], expected: int) -> Flags:
+        _check_length(call, statuses, expected)
+        ok = np.array([status is Status.OK for status in statuses], bool)
+        num_missed = sum(status is Status.MISS for status in statuses)
+        num_wrong = expected - num_missed - int(ok.sum())
+        for ending, count in ((Status.MISS, num_missed), (Status.ERROR, num_wrong)):
+            if count:
+                self._counters.add(f"{self._tier.name}_{call}_{ending.value}", count)
+        if not ok.all():
+            log.warning(
+                "tier %s: %s of %d pages: %d missing, %d failed",
+                self._tier.name,
+                call,
+                expected,
+                num_missed,
+                num_wrong,
+            )
+        return ok
+
+
+def _check_length(call: str, answers: Sequence[object], expected: int) -> None:
+    if len(answers) != expected:
+        raise ValueError(f"{call} of {expected} keys returned {len(answers)} answers")
