@@ -64,15 +64,19 @@ class Transfer:
             which every slice of `chunks_per_slice` chunks fills anew; each slice's first row, and the end.
         """
         counts = self.chunk_tokens // shape.tokens_per_row
-        chunk = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
         slots = self.row_slots(shape.tokens_per_row)
-        k_rows = chunk % chunks_per_slice * (shape.parts * shape.rows) + within
-        table = np.stack([slots, k_rows, k_rows + counts[chunk]])
+        ends = np.append(0, np.cumsum(counts))
+        first = np.arange(len(counts)) % chunks_per_slice * (shape.parts * shape.rows)
+        table = np.empty((3, len(slots)), np.int64)
+        table[0] = slots
+        np.add(np.arange(len(slots)), np.repeat(first - ends[:-1], counts), out=table[1])
+        np.add(table[1], np.repeat(counts, counts), out=table[2])
+        bounds = ends[[*range(0, len(counts), chunks_per_slice), -1]]
         moved = slots != NO_SLOT
-        starts = np.arange(0, len(counts) + chunks_per_slice, chunks_per_slice)
-        bounds = np.searchsorted(chunk[moved], starts)
-        return np.ascontiguousarray(table[:, moved]), bounds.tolist()
+        if not moved.all():
+            table = np.ascontiguousarray(table[:, moved])
+            bounds = np.append(0, np.cumsum(moved))[bounds]
+        return table, bounds.tolist()
 
     def row_slots(self, tokens_per_row: int) -> Int64s:
         """The slot of each row, or its block where a row is a whole block; NO_SLOT for one that is not moved.
