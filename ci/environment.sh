@@ -30,7 +30,7 @@ make_venv() {
 
 install() { # the extras, comma-separated; nothing is done if the same was installed before
     local extras=$1 torch=${TORCH:-torch==2.13.0} stamp wanted
-    [ -L lwkv/platforms ] || stop "lwkv/platforms is no link: check out on Linux with git's core.symlinks on"
+    [ -d lwkv/platforms ] || stop "lwkv/platforms leads nowhere: check out on Linux with git's core.symlinks on"
     [ -x .venv/bin/python ] || make_venv
     stamp=.venv/installed-${extras//,/-}
     wanted=$(printf '%s %s ' "$PWD" "$torch" | cat - pyproject.toml ci/environment.sh | sha256sum)
