@@ -3,13 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 
 import pytest
 
 TREE = Path(__file__).parent.parent
+# glob, unlike Path.rglob, looks into the linked folders.
 EVERYTHING = [
-    ".".join(path.relative_to(TREE).with_suffix("").parts) for path in (TREE / "lwkv").rglob("*.py")
+    f"lwkv.{path.removesuffix('.py').replace('/', '.')}"
+    for path in sorted(glob("**/*.py", root_dir=TREE / "lwkv", recursive=True))
 ]
 WATCH = """
 import os, threading, torch
