@@ -56,14 +56,15 @@ class Workers:
             self._ready.notify_all()
         return self.wait_idle(timeout_s)
 
-    def cancel_queued(self) -> None:
-        """Cancel every job that has not begun."""
+    def cancel_queued(self) -> int:
+        """Cancel every job that has not begun; return how many."""
         with self._lock:
             queued = [future for _, future in self._jobs]
             self._jobs.clear()
             self._idle.notify_all()
         for future in queued:
             cancel(future)
+        return len(queued)
 
     def _start(self) -> None:
         if len(self._threads) < self._count:

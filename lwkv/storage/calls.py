@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -23,8 +22,8 @@ class Calls:
     """One kind of calls to one tier, which is left alone while it fails or does not answer.
 
     One error may be the fault of what was asked for; from the second in a row on, the tier rests for 1 s,
-    then 2, up to 64. While any call is older than `timeout_s` seconds no other is made, so that nothing piles
-    up behind a tier that hangs. Both end by themselves, and each is logged once. Thread-safe.
+    then 2, up to 64. While any call is older than `timeout_s` seconds no other is begun, so that no page waits
+    for a tier that hangs but those it has in hand. Both end by themselves. Thread-safe.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Calls:
         num_threads: int,
         timeout_s: float,
         counters: Counters,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._tier = tier
         self._kind = kind
@@ -69,6 +68,7 @@ class Calls:
             answering = not self._late and now >= self._rest_until
         if is_news:
             self._counters.add(f"{self._tier}_timeouts")
+            self._counters.add(f"{self._tier}_skipped", self._workers.cancel_queued())
             log.warning(
                 "tier %s: no answer to a %s within %g s: left alone until there is",
                 self._tier,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeAlias
@@ -35,14 +35,16 @@ class Guard:
     Reads do not queue behind writes, nor one tier's calls behind another's. A tier that fails is a miss.
     """
 
-    def __init__(self, tier: Tier, pool: HostPool, timeout_s: float, counters: Counters) -> None:
+    def __init__(
+        self, tier: Tier, pool: HostPool, timeout_s: float, counters: Counters, clock: Callable[[], float]
+    ) -> None:
         self._tier = tier
         self._pool = pool
         self._timeout_s = timeout_s
         self._counters = counters
-        self._reads = Calls(tier.name, "read", NUM_READERS, timeout_s, counters)
-        self._writes = Calls(tier.name, "write", NUM_WRITERS, timeout_s, counters)
-        self._end = Calls(tier.name, "close", 1, timeout_s, counters)
+        self._reads = Calls(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
+        self._writes = Calls(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
+        self._end = Calls(tier.name, "close", 1, timeout_s, counters, clock)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether each chunk is there; blocks for `timeout_s` at most, after which none is."""

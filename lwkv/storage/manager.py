@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -31,7 +31,8 @@ class StorageManager:
         num_layers: layers of every chunk.
         tiers: lower tiers, nearest first.
         timeout_s: seconds a call of a lower tier may take before it counts as failed.
-        counters: where errors, evictions and refusals are counted.
+        counters: where errors and refusals are counted.
+        clock: seconds; when a tier is late, and how long it rests.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class StorageManager:
         tiers: Sequence[Tier] = (),
         timeout_s: float = 10.0,
         counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = HostTier(pool)
         self.frozen = False
         self._pool = pool
         self._num_layers = num_layers
         self._counters = counters or Counters()
-        self._tiers = [Guard(tier, pool, timeout_s, self._counters) for tier in tiers]
+        self._tiers = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
         self._writing: set[ChunkKey] = set()
         self._lock = threading.Lock()
 
