@@ -81,7 +81,7 @@ class Accelerator:
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
-    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+    def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         with self.use_stream(stream):
             work()
 

@@ -68,11 +68,11 @@ class CPU:
     ) -> WorkerStream:
         """Make a stream; `late` holds its work back until somebody waits for it."""
         self._check_device(device)
-        worker = Worker(f"lwkv-cpu-stream-{next(self._numbers)}", self._delay)
-        worker.late = late
+        stream = WorkerStream(self._device, f"lwkv-cpu-stream-{next(self._numbers)}", self._delay)
+        stream.late = late
         with self._workers_lock:
-            self._workers.add(worker)
-        return WorkerStream(self._device, worker)
+            self._workers.add(stream.worker)
+        return stream
 
     @contextmanager
     def use_stream(self, stream: CpuStream) -> Iterator[None]:
@@ -91,7 +91,7 @@ class CPU:
             return self._inline
         raise ValueError(f"got {stream!r} as a CPU stream; give one of new_stream or current_stream")
 
-    def launch(self, stream: CpuStream, work: Callable[[], None]) -> None:
+    def launch(self, stream: CpuStream, work: Callable[[], object]) -> None:
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def run() -> None:
@@ -123,8 +123,10 @@ class CPU:
 
     def synchronize_device(self, device: torch.device) -> None:
         self._check_device(device)
-        for mark in [worker.mark() for worker in self._all_workers()]:
-            mark.reach()
+        with self._workers_lock:
+            workers = list(self._workers)
+        for worker in workers:
+            worker.finish()
 
     def elapsed_ms(self, start: CpuEvent, end: CpuEvent) -> float | None:
         return (end.time() - start.time()) * 1000
@@ -181,15 +183,13 @@ class CPU:
 
     def close(self) -> None:
         """Finish what is queued and end the threads; streams made so far take no more work."""
-        workers = self._all_workers()
+        with self._workers_lock:
+            workers = list(self._workers)
+            self._workers.clear()
         for worker in workers:
             worker.end()
         for worker in workers:
             worker.join()
-
-    def _all_workers(self) -> list[Worker]:
-        with self._workers_lock:
-            return list(self._workers)
 
     def _check_device(self, device: torch.device) -> None:
         if device.type != "cpu":

@@ -7,7 +7,39 @@ import weakref
 
 import torch
 
-from lwkv.platforms.cpu_worker import Mark, Operation, Worker
+from lwkv.platforms.cpu_worker import Delay, Operation, Outcome, Worker
+
+
+class Mark:
+    """A place in a worker's queue."""
+
+    __slots__ = ("_outcome", "_place", "_worker")
+
+    def __init__(self, worker: Worker, place: int, outcome: Outcome) -> None:
+        self._worker, self._place, self._outcome = worker, place, outcome
+
+    def is_reached(self) -> bool:
+        return self._worker.is_done(self._place)
+
+    def has_failed(self) -> bool:
+        return self._outcome.has_failed(self._place)
+
+    def reach(self) -> None:
+        """Demand the place and block until it is reached. Raises what an operation before it raised."""
+        self._worker.reach(self._place)
+        self._outcome.check(self._place)
+
+
+class NowMark:
+    """A place that is reached already: where an inline stream always is."""
+
+    def is_reached(self) -> bool:
+        return True
+
+    def has_failed(self) -> bool:
+        return False
+
+    def reach(self) -> None: ...
 
 
 class InlineStream:
@@ -18,14 +50,14 @@ class InlineStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def put(self, operation: Operation) -> Mark:
+    def put(self, operation: Operation) -> NowMark:
         operation()
-        return Mark()
+        return NowMark()
 
-    def mark(self) -> Mark:
-        return Mark()
+    def mark(self) -> NowMark:
+        return NowMark()
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: Mark | NowMark) -> None:
         mark.reach()
 
 
@@ -35,28 +67,29 @@ class WorkerStream:
     `late`, which may be set at any time, holds every operation back until somebody waits for it.
     """
 
-    def __init__(self, device: torch.device, worker: Worker) -> None:
+    def __init__(self, device: torch.device, name: str, delay: Delay | None) -> None:
         self.device = device
-        self._worker = worker
-        weakref.finalize(self, worker.end).atexit = False
+        self._outcome = Outcome()
+        self.worker = Worker(name, delay, self._outcome)
+        weakref.finalize(self, self.worker.end).atexit = False
 
     @property
     def late(self) -> bool:
-        return self._worker.late
+        return self.worker.late
 
     @late.setter
     def late(self, late: bool) -> None:
-        self._worker.late = late
+        self.worker.late = late
 
     def put(self, operation: Operation) -> Mark:
-        return self._worker.put(operation)
+        return Mark(self.worker, self.worker.put(operation), self._outcome)
 
     def mark(self) -> Mark:
-        return self._worker.mark()
+        return Mark(self.worker, self.worker.place(), self._outcome)
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: Mark | NowMark) -> None:
         if not mark.is_reached() or mark.has_failed():
-            self._worker.put(mark.reach)
+            self.worker.put(mark.reach)
 
 
 class CpuEvent:
@@ -64,14 +97,14 @@ class CpuEvent:
 
     def __init__(self, timing: bool) -> None:
         self._timing = timing
-        self._recorded: tuple[Mark, list[float]] | None = None
+        self._recorded: tuple[Mark | NowMark, list[float]] | None = None
 
     def record(self, stream: InlineStream | WorkerStream) -> None:
         times: list[float] = []
         mark = stream.put(lambda: times.append(time.perf_counter())) if self._timing else stream.mark()
         self._recorded = (mark, times)
 
-    def mark(self) -> Mark:
+    def mark(self) -> Mark | NowMark:
         return self._latest()[0]
 
     def time(self) -> float:
@@ -84,7 +117,7 @@ class CpuEvent:
         mark.reach()
         return times[0]
 
-    def _latest(self) -> tuple[Mark, list[float]]:
+    def _latest(self) -> tuple[Mark | NowMark, list[float]]:
         if self._recorded is None:
             raise RuntimeError("this event was never recorded; call record(event, stream) first")
         return self._recorded

@@ -1,8 +1,8 @@
 """The thread behind a stream of the CPU platform.
 
-A place in a stream is a number: operation n is place n, and a mark (worker, n) is reached once the worker
-is done with n operations. A late worker starts an operation only when a place at or behind it is demanded.
-Marks name operations queued before them, so workers that wait for each other's marks never wait in a ring.
+A place in a stream is a number: operation n is place n, and the place is reached once the worker is done
+with n operations. A late worker starts an operation only when a place at or behind it is demanded. Who
+waits names operations queued before the wait, so workers that wait for each other never wait in a ring.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -21,14 +22,36 @@ Delay = Callable[[], float]
 EXIT_SECONDS = 5.0
 
 
+class Outcome:
+    """What the first operation that raised has left for those who wait behind it.
+
+    A stream and its marks own it, its worker does not: the error's frames often hold the stream, which
+    must stay droppable for its thread to end.
+    """
+
+    def __init__(self) -> None:
+        self._failure: tuple[int, BaseException, TracebackType | None] | None = None
+
+    def fail(self, place: int, error: BaseException, traceback: TracebackType | None) -> None:
+        self._failure = (place, error, traceback)
+
+    def has_failed(self, place: int) -> bool:
+        return self._failure is not None and self._failure[0] <= place
+
+    def check(self, place: int) -> None:
+        """Raise the error if it came at or before `place`."""
+        if self._failure is not None and self._failure[0] <= place:
+            raise self._failure[1].with_traceback(self._failure[2])
+
+
 class Worker:
     """A queue of operations and the daemon thread that runs them in order.
 
-    The thread starts with the first operation and ends after `end()`. An operation that raises stops the
-    ones behind it; whoever reaches for a place at or behind it gets the error.
+    The thread starts with the first operation and ends after `end()`. After an operation that raises, the
+    ones behind it are passed over.
     """
 
-    def __init__(self, name: str, delay: Delay | None) -> None:
+    def __init__(self, name: str, delay: Delay | None, outcome: Outcome) -> None:
         lock = threading.RLock()  # a finalizer may call end() on a thread that is inside
         self._work = threading.Condition(lock)
         self._progress = threading.Condition(lock)
@@ -36,9 +59,9 @@ class Worker:
         self._name, self._delay = name, delay
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._late = self._ending = False
+        self._late = self._ending = self._failed = False
         self._queued = self._done = self._demanded = 0
-        self._failure: _Failure | None = None
+        self._outcome = weakref.ref(outcome)
 
     @property
     def late(self) -> bool:
@@ -50,11 +73,12 @@ class Worker:
             self._late = late
             self._work.notify()
 
-    def put(self, operation: Operation) -> Mark:
-        """Queue an operation; on the worker's own thread it is part of the one that runs, and runs now."""
+    def put(self, operation: Operation) -> int:
+        """Queue an operation and give its place; on the worker's own thread it runs now, as part of the
+        one that runs."""
         if self._is_own_thread():
             operation()
-            return self.mark()
+            return self.place()
         self._check_process()
         with self._work:
             if self._ending:
@@ -63,34 +87,38 @@ class Worker:
             self._operations.append(operation)
             self._queued += 1
             self._work.notify()
-            return Mark(self, self._queued)
+            return self._queued
 
-    def mark(self) -> Mark:
+    def place(self) -> int:
         """The place behind all that is queued; on the worker's own thread, behind what runs now."""
-        return Mark(self, self._done + 1 if self._is_own_thread() else self._queued)
+        return self._done + 1 if self._is_own_thread() else self._queued
 
     def is_done(self, place: int) -> bool:
         return self._done >= place
 
-    def failure_at(self, place: int) -> _Failure | None:
-        failure = self._failure
-        return failure if failure is not None and failure.place <= place else None
-
     def reach(self, place: int) -> None:
-        """Demand `place` and block until it is reached. Raises what an operation up to it raised."""
-        if self._done < place and not self._runs(place):
-            self._check_process()
-            with self._work:
-                self._demanded = max(self._demanded, place)
-                self._work.notify()
-                while self._done < place:
-                    self._progress.wait()
-        failure = self.failure_at(place)
-        if failure is not None:
-            raise failure.error.with_traceback(failure.traceback)
+        """Demand `place` and block until it is reached."""
+        if self._done >= place or self._runs(place):
+            return
+        self._check_process()
+        with self._work:
+            self._demanded = max(self._demanded, place)
+            self._work.notify()
+            while self._done < place:
+                self._progress.wait()
+
+    def finish(self) -> None:
+        """Block until all that is queued now is done. Raises what an operation raised, if its stream lives."""
+        place = self.place()
+        self.reach(place)
+        outcome = self._outcome()
+        if outcome is not None:
+            outcome.check(place)
 
     def end(self) -> None:
         """Let the thread finish what is queued, late or not, and end; never blocks."""
+        if self._process != os.getpid():
+            return  # the thread stayed in the parent process, its lock may be held for ever
         with self._work:
             self._ending = True
             self._work.notify()
@@ -126,7 +154,7 @@ class Worker:
 
     def _run(self) -> None:
         while (operation := self._next()) is not None:
-            if self._failure is None:
+            if not self._failed:
                 with _Guard(self):
                     self._wait_delay()
                     operation()
@@ -153,34 +181,10 @@ class Worker:
         return bool(self._operations) and not held
 
     def fail(self, error: BaseException, traceback: TracebackType | None) -> None:
-        self._failure = _Failure(self._done + 1, error, traceback)
-
-
-class Mark:
-    """A place in a worker's queue, or one that is reached already."""
-
-    __slots__ = ("_place", "_worker")
-
-    def __init__(self, worker: Worker | None = None, place: int = 0) -> None:
-        self._worker, self._place = worker, place
-
-    def is_reached(self) -> bool:
-        return self._worker is None or self._worker.is_done(self._place)
-
-    def has_failed(self) -> bool:
-        return self._worker is not None and self._worker.failure_at(self._place) is not None
-
-    def reach(self) -> None:
-        """Demand the place and block until it is reached. Raises what an operation before it raised."""
-        if self._worker is not None:
-            self._worker.reach(self._place)
-
-
-class _Failure:
-    __slots__ = ("error", "place", "traceback")
-
-    def __init__(self, place: int, error: BaseException, traceback: TracebackType | None) -> None:
-        self.place, self.error, self.traceback = place, error, traceback
+        outcome = self._outcome()
+        if outcome is not None:
+            outcome.fail(self._done + 1, error, traceback)
+        self._failed = True
 
 
 class _Guard:
@@ -194,6 +198,6 @@ class _Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Literal[True]:
-        if error is not None:
-            self._worker.fail(error, traceback)
+        if error is not None and traceback is not None:
+            self._worker.fail(error, traceback.tb_next)  # from the operation on, without the worker's frame
         return True

@@ -20,7 +20,9 @@ class CUDA(Accelerator):
     """`features.batch_copy` tells whether the driver has the batched copy (CUDA 12.8 and later)."""
 
     name = device_type = "cuda"
-    how_to_get = "install a CUDA build of torch, check that nvidia-smi shows a GPU and that CUDA_VISIBLE_DEVICES names it"
+    how_to_get = (
+        "install a CUDA build of torch; nvidia-smi must show a GPU and CUDA_VISIBLE_DEVICES, if set, name it"
+    )
     handle_attribute = "cuda_stream"
 
     @cached_property

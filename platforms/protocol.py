@@ -106,11 +106,11 @@ class Platform(Protocol):
         Every other method takes only that kind. Raises ValueError for an object that names no queue.
         """
 
-    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+    def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         """Queue the device work that `work` issues behind all that `stream` holds."""
 
     def new_event(self, timing: bool = False, blocking: bool = False) -> Event:
-        """Make an event. `timing` needs `features.event_timing`; `blocking` lets a host wait sleep, if it can."""
+        """Make an event. `timing` needs `features.event_timing`; `blocking` lets host waits sleep."""
 
     def record(self, event: Event, stream: Stream) -> None: ...
 
