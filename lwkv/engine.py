@@ -230,7 +230,15 @@ class CacheEngine:
         )
 
     def _storing(self, requests: Sequence[CheckedRequest], sync: bool) -> BatchStoring:
-        return BatchStoring(requests, self._request_keys, self._storage, self.connector, self._complete, sync)
+        return BatchStoring(
+            requests,
+            self._request_keys,
+            self._storage,
+            self.connector,
+            self._complete,
+            self._counters,
+            sync,
+        )
 
     def _check(self, request: Request, kvcaches: Registration | None = None) -> CheckedRequest:
         self._require_open()

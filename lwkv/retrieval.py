@@ -16,6 +16,7 @@ import torch
 
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
+from lwkv.connectors.upload import OUT_OF_MEMORY
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
@@ -48,7 +49,10 @@ class Part:
 
 
 class BatchRetrieval:
-    """Implements `lwkv.pipeline.Retrieval` for requests that are merged into one transfer a layer."""
+    """Implements `lwkv.pipeline.Retrieval` for requests that are merged into one transfer a layer.
+
+    `_known` has all pages, int64 (layers, chunks), where no tier has to be asked for any.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,8 @@ class BatchRetrieval:
     def open(self) -> list[int]:
         """Look up and pin; return for each request how many tokens will be loaded."""
         self._deadline = time.monotonic() + self._settings.timeout_s
-        self._parts = [self._hold(request) for request in self._requests]
+        for request in self._requests:
+            self._parts.append(self._hold(request))
         transfer = Transfer.join([part.transfer for part in self._parts])
         self._alive = np.ones(transfer.num_chunks, bool)
         moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
@@ -130,19 +135,16 @@ class BatchRetrieval:
         return Part(request, start, hold, request.loads(first, first + len(hold.found)))
 
     def _begin(self, transfer: Transfer) -> None:
-        try:
-            self._load = self._connector.begin_load(transfer)
-        except torch.OutOfMemoryError as error:
-            self._counters.add("load_failures")
-            log.warning("no device memory to load %d chunks: %s", transfer.num_chunks, error)
-            self._alive[:] = False
-            return
         pages = [part.hold.all_pages() for part in self._parts]
         known = [matrix for matrix in pages if matrix is not None]
-        if len(known) == len(pages):
-            self._known = np.concatenate(known, axis=1)
-            self._connector.prepare(self._load, self._known)
-        else:
+        try:
+            self._load = self._connector.begin_load(transfer)
+            if len(known) == len(pages):
+                self._known = np.concatenate(known, axis=1)
+                self._connector.prepare(self._load, self._known)
+        except OUT_OF_MEMORY as error:
+            self._give_up(error)
+        if self._known is None:
             self._ask_up_to(self._settings.prefetch_layers)
 
     def _ask_up_to(self, layer: int) -> None:
@@ -158,14 +160,20 @@ class BatchRetrieval:
 
     def _queue_next(self, load: Load) -> None:
         layer = self._queued
-        if self._known is not None:
-            pages = self._known[layer]
-        else:
-            pages = self._pages(layer)[self._alive]
-            if (pages == MISSING).any():
-                pages = self._drop(load, layer, pages)
-        self._connector.load_layer(load, layer, pages)
+        try:
+            self._connector.load_layer(load, layer, self._arrived(load, layer))
+        except OUT_OF_MEMORY as error:
+            self._give_up(error)
+            self._connector.load_layer(load, layer, self._arrived(load, layer))
         self._queued += 1
+
+    def _arrived(self, load: Load, layer: int) -> Int64s:
+        """The pages of the chunks that are left; those that did not arrive are left out from here on."""
+        if self._known is not None:
+            known: Int64s = self._known[layer]
+            return known
+        pages = self._pages(layer)[self._alive]
+        return self._drop(load, layer, pages) if (pages == MISSING).any() else pages
 
     def _pages(self, layer: int) -> Int64s:
         futures = self._futures[layer]
@@ -186,6 +194,16 @@ class BatchRetrieval:
         self._connector.drop_chunks(load, kept)
         arrived: Int64s = pages[kept]
         return arrived
+
+    def _give_up(self, error: BaseException) -> None:
+        """Load nothing more of any chunk: neither the device nor page-locked memory has room."""
+        self._counters.add("load_failures", int(self._alive.sum()))
+        log.warning("no memory to load %d chunks: %s", self._alive.sum(), error)
+        self._alive[:] = False
+        self._known = np.zeros((self.num_layers, 0), np.int64)
+        if self._load is not None:
+            chunks = self._load.plan.transfer.num_chunks
+            self._connector.drop_chunks(self._load, np.zeros(chunks, bool))
 
     def _split(self, chunks: Flags) -> list[Flags]:
         ends = np.cumsum([part.transfer.num_chunks for part in self._parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,10 +10,15 @@ import numpy as np
 
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.saver import Save
+from lwkv.connectors.upload import OUT_OF_MEMORY
+from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
 from lwkv.storage import StorageManager, Write
 from lwkv.transfer import Transfer
+
+log = logging.getLogger(__name__)
 
 
 class BatchStoring:
@@ -29,6 +35,7 @@ class BatchStoring:
         storage: StorageManager,
         connector: PagedConnector,
         complete: Callable[[Callable[[], None]], object],
+        counters: Counters,
         sync: bool,
     ) -> None:
         self.num_layers = connector.num_layers
@@ -37,6 +44,7 @@ class BatchStoring:
         self._storage = storage
         self._connector = connector
         self._complete = complete
+        self._counters = counters
         self._sync = sync
         self._write: Write | None = None
         self._save: Save | None = None
@@ -54,12 +62,14 @@ class BatchStoring:
         if self._write is not None:
             new[:] = False
             new[wanted[self._write.positions]] = True
-            self._save = self._connector.begin_save(transfer.only(new))
-            self._connector.prepare(self._save, self._write.pages)
+            self._begin(transfer.only(new), self._write.pages)
 
     def queue(self, layer: int) -> None:
         if self._write is not None and self._save is not None:
-            self._connector.save_layer(self._save, layer, self._write.pages[layer], self._sync)
+            try:
+                self._connector.save_layer(self._save, layer, self._write.pages[layer], self._sync)
+            except OUT_OF_MEMORY as error:
+                self._give_up(error)
 
     def commit(self) -> None:
         self._committed = True
@@ -71,6 +81,21 @@ class BatchStoring:
         if write is not None and save is not None:
             end = write.commit if self._committed else write.abort
             self._complete(partial(_end_write, self._connector.end_save(save), end, save))
+        elif write is not None:
+            write.abort()
+
+    def _begin(self, transfer: Transfer, pages: Int64s) -> None:
+        try:
+            self._save = self._connector.begin_save(transfer)
+            self._connector.prepare(self._save, pages)
+        except OUT_OF_MEMORY as error:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Store nothing: neither the device nor page-locked memory has room."""
+        self._counters.add("stores_refused")
+        log.warning("no memory to save with: nothing is stored: %s", error)
+        self.close()
 
 
 def _end_write(fence: Callable[[], None], end: Callable[[], None], save: Save) -> None:

@@ -250,11 +250,20 @@ class Oracle:
         self, tokens: Sequence[int], slots: Any, where: Any = None, layers: Sequence[int] | None = None
     ) -> None:
         """From now on `slots` hold what `tokens` are computed to; only the tokens where `where`, bool (T,)."""
-        chosen = np.asarray(slots).copy()
+        chosen = np.array(slots, np.int64)
         if where is not None:
             chosen[~np.asarray(where, bool)] = -1
         for layer in self._layers(layers):
             self._put(self._expected[layer], chosen, self.rows(tokens, layer))
+
+    def forget(self, slots: Any, where: Any) -> None:
+        """Take whatever `slots` hold now, where `where`, bool (T,), as right."""
+        self.platform.synchronize_device(self.device)
+        chosen = np.asarray(slots, np.int64)[np.asarray(where, bool)]
+        for (_, k, v), (_, wanted_k, wanted_v) in zip(self._actual, self._expected, strict=True):
+            for got, wanted in zip(_parts(k, v), _parts(wanted_k, wanted_v), strict=True):
+                place = chosen // self.dims.block_size, chosen % self.dims.block_size
+                _words(wanted)[place] = self._rows_of(got, chosen).cpu()
 
     def read(self, tokens: Sequence[int], slots: Any, layer: int, name: str = "") -> None:
         """Queue the model's reading of `slots`, which must find what `tokens` are computed to."""
@@ -277,8 +286,8 @@ class Oracle:
         return range(self.dims.layers) if layers is None else layers
 
     def _write(self, layer: int, slots: Any, rows: Tensor) -> None:
-        self._put(self._expected[layer], np.asarray(slots), rows)
-        self._queue(lambda: self._put(self._actual[layer], np.asarray(slots), rows))
+        self._put(self._expected[layer], np.asarray(slots, np.int64), rows)
+        self._queue(lambda: self._put(self._actual[layer], np.asarray(slots, np.int64), rows))
 
     def _read(self, slots: Any, layer: int, wanted: Tensor, name: str) -> None:
         found: list[Tensor] = []
@@ -291,14 +300,14 @@ class Oracle:
         self.platform.launch(self.platform.current_stream(self.device), work)
 
     def _rows_of(self, view: Tensor, slots: Any) -> Tensor:
-        place = torch.from_numpy(np.asarray(slots)).to(view.device)
+        place = torch.from_numpy(np.asarray(slots, np.int64)).to(view.device)
         return _words(view)[place // self.dims.block_size, place % self.dims.block_size]
 
     def _put(self, views: Views, slots: Any, rows: Tensor) -> None:
-        slots = np.asarray(slots)
+        slots = np.asarray(slots, np.int64)
         moved = slots != -1
         _, k, v = views
-        place = torch.from_numpy(slots[moved].astype(np.int64)).to(k.device)
+        place = torch.from_numpy(slots[moved]).to(k.device)
         for view, part in zip(_parts(k, v), rows, strict=False):
             wanted = part[torch.from_numpy(moved)][:, : view.shape[2]].to(k.device)
             _words(view)[place // self.dims.block_size, place % self.dims.block_size] = wanted

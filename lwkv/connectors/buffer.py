@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -29,6 +29,8 @@ class BufferedLoad(Load):
         buffers: each [1, rows, heads, width] in K and V, one row for every token that is moved.
         rows_of: int64 (tokens,), the buffer row of each token of the plan's transfer, NO_SLOT for none.
         places: the same for the moved tokens only, on the device.
+        filled: for each queued layer, the plan and the places it was queued with: they are on the device by
+            the time the layer is, whatever has been dropped since.
         num_flushed: layers that have been waited for and flushed.
     """
 
@@ -36,6 +38,7 @@ class BufferedLoad(Load):
     rows_of: Int64s
     places: torch.Tensor | None
     turn: Turn | None
+    filled: list[tuple[Plan, torch.Tensor | None]] = field(default_factory=list)
     num_flushed: int = 0
 
 
@@ -95,6 +98,7 @@ class BufferConnector(PagedConnector):
             self._wait_for_buffer()
         with self._lock:
             self._loader.queue(load, layer, target, pages, partial(self._fill, load.places, load.turn))
+        load.filled.append((load.plan, load.places))
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
         load = _buffered(load)
@@ -122,8 +126,9 @@ class BufferConnector(PagedConnector):
         """Write a layer that has been waited for from the buffer into its blocks, on the current stream."""
         load = _buffered(load)
         buffer = load.buffers[layer % len(load.buffers)]
-        if load.places is not None:
-            work = partial(self._empty, self.layers[layer], buffer, load.plan, load.places)
+        plan, places = load.filled[layer]
+        if places is not None:
+            work = partial(self._empty, self.layers[layer], buffer, plan, places)
             self.platform.launch(self.platform.current_stream(self.device), work)
 
     def end_load(self, load: Load) -> Callable[[], None]:

@@ -41,9 +41,7 @@ class Lane:
         self.buffer_bytes = buffer_bytes
         self._buffers = [self._new_buffer(device) for _ in range(num_buffers)]
         self._turn = 0
-        # The allocator may hand out memory that the current stream still reads.
-        for stream in (self.copies, self.kernels):
-            platform.wait_stream(stream, platform.current_stream(device))
+        self._wait_for_allocator(device)
 
     def next_to_fill(self) -> StagingBuffer:
         """The buffer whose turn it is; the filling stream has been made to wait until it is empty."""
@@ -51,7 +49,6 @@ class Lane:
         self._turn = (self._turn + 1) % len(self._buffers)
         if buffer.used:
             self._wait_emptied(buffer)
-        buffer.used = True
         return buffer
 
     def pass_on(self, buffer: StagingBuffer) -> None:
@@ -62,6 +59,11 @@ class Lane:
     def take_back(self, buffer: StagingBuffer) -> None:
         """Mark the buffer as empty once all that the emptying stream holds now is done."""
         self._platform.record(buffer.emptied, self._emptier)
+        buffer.used = True
+
+    def _wait_for_allocator(self, device: torch.device) -> None:
+        # Memory is handed out on the current stream, which may still use it for what had it before.
+        self._platform.wait_stream(self._filler, self._platform.current_stream(device))
 
     def _wait_emptied(self, buffer: StagingBuffer) -> None:
         self._platform.wait_event(self._filler, buffer.emptied)

@@ -129,7 +129,8 @@ class PagedConnector:
 
     def begin_load(self, transfer: Transfer) -> Load:
         """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now."""
-        return self._loader.begin(self._plan(transfer, self._load_lane.kernels), self.num_layers)
+        plan = self._plan(transfer, self._uploads(self._load_lane.kernels))
+        return self._loader.begin(plan, self.num_layers)
 
     def prepare(self, batch: Load | Save, pages: Int64s) -> None:
         """Make the copies of every layer ahead; pages are int64 (layers, chunks), as they will be given."""
@@ -142,7 +143,7 @@ class PagedConnector:
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
-        load.plan = self._plan(load.plan.transfer.only(kept), self._load_lane.kernels)
+        load.plan = self._plan(load.plan.transfer.only(kept), load.plan.uploads)
 
     def wait_layer(self, load: Load, layer: int) -> None:
         """Make the current stream wait for a layer that has been queued."""
@@ -154,7 +155,7 @@ class PagedConnector:
 
     def begin_save(self, transfer: Transfer) -> Save:
         """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT."""
-        return Save(self._plan(transfer, self._save_lane.kernels))
+        return Save(self._plan(transfer, self._uploads(self._save_lane.kernels)))
 
     def save_layer(self, save: Save, layer: int, pages: Int64s, sync: bool = True) -> None:
         """Queue one layer into pages, int64 (chunks,), behind what the current stream holds if `sync`."""
@@ -166,8 +167,10 @@ class PagedConnector:
         self._saver.release_blocks()
         return self._saver.end(save)
 
-    def _plan(self, transfer: Transfer, stream: Stream) -> Plan:
-        uploads = Uploads(self.platform, self.device, stream)
+    def _uploads(self, stream: Stream) -> Uploads:
+        return Uploads(self.platform, self.device, stream)
+
+    def _plan(self, transfer: Transfer, uploads: Uploads) -> Plan:
         return Plan(transfer, uploads, self._pool, self._config.chunk_size, self._chunks_per_slice)
 
     def _write(self, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:

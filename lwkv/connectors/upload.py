@@ -6,6 +6,9 @@ import torch
 
 from lwkv.platforms import Platform, Stream
 
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+"""What it raises when there is no more device memory, or no more page-locked memory."""
+
 
 class Uploads:
     """Copies host tables to a device on one stream and keeps the page-locked originals.
