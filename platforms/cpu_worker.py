@@ -108,7 +108,7 @@ class Worker:
                 self._progress.wait()
 
     def finish(self) -> None:
-        """Block until all that is queued now is done. Raises what an operation raised, if its stream lives."""
+        """Block until all that is queued now is done. Raises what an operation of a live stream raised."""
         place = self.place()
         self.reach(place)
         outcome = self._outcome()

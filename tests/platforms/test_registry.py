@@ -1,0 +1,227 @@
+"""Which platform a process gets, and what it is told when it gets none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lwkv.platforms import (
+    detect_platform,
+    open_platform,
+    platform_for,
+    platform_names,
+    platforms_with,
+    registry,
+)
+from lwkv.platforms.cpu import CPU
+
+
+class Third(CPU):
+    """Someone else's platform, for a device type of its own."""
+
+    name = "third"
+    device_type = "meta"
+
+
+class Broken(CPU):
+    name = "broken"
+    how_to_get = "install the third driver"
+
+    def is_available(self) -> bool:
+        return False
+
+
+def module(there: bool = True) -> Any:
+    return SimpleNamespace(is_available=lambda: there)
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No accelerator, no variable, nothing opened yet."""
+    monkeypatch.setattr(registry, "_opened", {})
+    monkeypatch.delenv("LWKV_PLATFORM", raising=False)
+    for name in ("musa", "hpu"):
+        monkeypatch.delattr(torch, name, raising=False)
+    monkeypatch.setattr(torch, "xpu", module(there=False))
+    monkeypatch.setattr(torch, "cuda", module(there=False))
+    install(monkeypatch, [])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, entries: Iterable[tuple[str, str]]) -> None:
+    """Let the entry points of installed packages be these (name, value) pairs."""
+    found = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.GROUP else [])
+
+
+def test_without_an_accelerator_it_is_the_cpu() -> None:
+    assert detect_platform().name == "cpu"
+
+
+@pytest.mark.parametrize("name", ["musa", "xpu"])
+def test_an_accelerator_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch, name, module(), raising=False)
+    assert detect_platform().name == name
+
+
+def test_cuda_needs_a_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", module())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert detect_platform().name == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert detect_platform().name == "cuda"
+
+
+def test_stacks_that_imitate_cuda_come_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for name in ("cuda", "xpu", "musa"):
+        monkeypatch.setattr(torch, name, module(), raising=False)
+        assert detect_platform().name == name
+
+
+def test_an_accelerator_that_raises_when_asked_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("cannot re-initialize in a forked child")
+
+    monkeypatch.setattr(torch, "musa", SimpleNamespace(is_available=fail), raising=False)
+    assert detect_platform().name == "cpu"
+
+
+def test_hpu_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "hpu", module(), raising=False)
+    monkeypatch.setattr(torch, "musa", module(), raising=False)
+    with pytest.raises(ValueError, match=r"HPU.*cannot overlap with compute.*LWKV_PLATFORM=cpu"):
+        detect_platform()
+
+
+def test_hpu_software_without_a_card_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "hpu", module(there=False), raising=False)
+    assert detect_platform().name == "cpu"
+
+
+def test_the_variable_comes_before_everything_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "hpu", module(), raising=False)
+    monkeypatch.setattr(torch, "musa", module(), raising=False)
+    monkeypatch.setenv("LWKV_PLATFORM", "cpu")
+    assert detect_platform().name == "cpu"
+
+
+def test_the_argument_comes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_PLATFORM", "nonsense")
+    assert detect_platform("cpu").name == "cpu"
+
+
+def test_an_empty_variable_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_PLATFORM", "")
+    assert detect_platform().name == "cpu"
+
+
+def test_hpu_by_name_or_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_PLATFORM", "hpu")
+    with pytest.raises(ValueError, match="got platform 'hpu'"):
+        detect_platform()
+    with pytest.raises(ValueError, match="on hpu"):
+        platform_for(torch.device("hpu"))
+
+
+def test_an_unknown_name_gets_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'cdua', known are musa, xpu, cuda, cpu; did you mean 'cuda'\?"):
+        open_platform("cdua")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("musa", "torch_musa is not on PyPI"), ("xpu", "whl/xpu"), ("cuda", "CUDA build of torch")],
+)
+def test_a_known_platform_that_is_absent_says_how_to_get_it(name: str, hint: str) -> None:
+    with pytest.raises(RuntimeError, match=f"'{name}' is not available here: .*{hint}"):
+        open_platform(name)
+
+
+def test_a_platform_is_one_object_a_process() -> None:
+    assert open_platform("cpu") is open_platform("cpu") is platform_for("cpu") is detect_platform()
+
+
+def test_a_device_gets_the_platform_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "xpu", module())
+    assert platform_for(torch.device("xpu", 1)).name == "xpu"
+    assert platform_for(torch.zeros(1).device).name == "cpu"
+    with pytest.raises(RuntimeError, match="'cuda' is not available"):
+        platform_for("cuda:0")
+    with pytest.raises(
+        ValueError, match="no platform for device 'meta'; known platforms: musa, xpu, cuda, cpu"
+    ):
+        platform_for("meta")
+
+
+def test_platforms_of_other_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [("third", f"{__name__}:Third")])
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Third=Third))
+    assert platform_names() == ["musa", "xpu", "cuda", "third", "cpu"]
+    assert isinstance(open_platform("third"), Third)
+    assert isinstance(platform_for("meta"), Third)
+    assert isinstance(detect_platform(), Third)
+
+
+def test_an_absent_platform_of_another_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [("broken", "someone:Broken")])
+    monkeypatch.setitem(sys.modules, "someone", SimpleNamespace(Broken=Broken))
+    with pytest.raises(RuntimeError, match="'broken' is not available here: install the third driver"):
+        open_platform("broken")
+    assert detect_platform().name == "cpu"
+
+
+def test_two_platforms_of_one_name_are_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [("third", "one:P"), ("third", "two:P")])
+    with pytest.raises(ValueError, match="'third': one:P and two:P; uninstall"):
+        platform_names()
+    install(monkeypatch, [("cuda", "other:P")])
+    with pytest.raises(ValueError, match=r"'cuda': lwkv\.platforms\.cuda:CUDA and other:P"):
+        open_platform("cuda")
+
+
+def test_one_package_found_twice_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [("third", "one:P"), ("third", "one:P")])
+    assert "third" in platform_names()
+
+
+@pytest.mark.parametrize("value", ["lwkv_no_such_package:P", "sys:NoSuchPlatform"])
+def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    install(monkeypatch, [("third", value)])
+    with pytest.raises(RuntimeError, match=f"'third' cannot be loaded from {value}: .*LWKV_PLATFORM"):
+        open_platform("third")
+
+
+def test_blending_is_offered_where_it_has_been_shown() -> None:
+    assert platforms_with("blending") == ["xpu", "cuda", "cpu"]
+
+
+def test_importing_starts_nothing() -> None:
+    program = (
+        "import threading, torch, lwkv.platforms; "
+        "assert not torch.cuda.is_initialized() and threading.active_count() == 1; "
+        "from lwkv.platforms import registry; print(registry._opened)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "{}\n"
+
+
+def test_a_registered_device_module_is_seen_in_a_real_process() -> None:
+    program = """
+import types, torch
+fake = types.ModuleType("torch.hpu"); fake.is_available = lambda: True
+torch._register_device_module("hpu", fake)
+from lwkv.platforms import detect_platform
+try:
+    detect_platform()
+except ValueError as error:
+    print("HPU" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
