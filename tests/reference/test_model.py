@@ -10,6 +10,7 @@ from lwkv.reference import LAYOUTS, ModelShape, NoCache, PagedCache, RopeScaling
 from lwkv.reference.batch import Part, build_batch
 from lwkv.reference.random_model import RandomTensors
 from lwkv.reference.rope import inverse_frequencies, magnitude
+from lwkv.reference.weights import assemble
 
 TOKENS = [(7 * i * i + 3 * i) % 101 for i in range(23)]
 VARIANTS = {
@@ -142,3 +143,14 @@ def test_each_tokens_kv_matters_to_the_output(shape: ModelShape, device: torch.d
     # Tolerances are 1e-4: no token's KV may be wrong unseen.
     assert changes.min() > 3e-3
     assert changes.median() > 0.03
+
+
+def test_the_forward_pass_reads_no_value_back_to_the_host(shape: ModelShape) -> None:
+    # A meta tensor has no values: whatever asks for one raises.
+    model = assemble(
+        shape, RandomTensors(shape, seed=5, scale=2.0), device=torch.device("meta"), dtype=torch.float32
+    )
+    cache = PagedCache(shape, num_blocks=8, block_size=5, device="meta")
+    parts = [Part(TOKENS[:7], 0, [0, 1]), Part(TOKENS[3:7], 3, [2, 3]), Part(TOKENS[6:7], 6, [4, 5])]
+    logits = forward(model, cache, build_batch(parts, 5, model.device), NoCache())
+    assert logits.shape == (3, 101)
