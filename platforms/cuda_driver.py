@@ -46,6 +46,14 @@ class CopyAttributes(Structure):
     _fields_ = [("order", c_int), ("source", _Location), ("destination", _Location), ("flags", c_uint)]
 
 
+class _Out(threading.local):
+    """A thread's out arguments, made once: a batch is queued for every layer."""
+
+    def __init__(self) -> None:
+        self.context, self.failed = c_void_p(), c_size_t()
+        self.context_ref, self.failed_ref = byref(self.context), byref(self.failed)
+
+
 class CudaDriver:
     """libcuda.so.1, or an object with the same functions. A call that fails raises RuntimeError."""
 
@@ -57,8 +65,11 @@ class CudaDriver:
             self._calls[name] = call
         self._contexts: dict[int, int] = {}
         self._contexts_lock = threading.Lock()
-        self._first_run = c_size_t(0)
-        self._orders = {order: CopyAttributes(order=order) for order in (_IN_STREAM_ORDER, _IN_ANY_ORDER)}
+        self._out = _Out()
+        self._first_run = byref(c_size_t(0))
+        self._orders = {
+            order: byref(CopyAttributes(order=order)) for order in (_IN_STREAM_ORDER, _IN_ANY_ORDER)
+        }
         self._batch, self._names_failed_run = self._find_batch()
 
     @classmethod
@@ -80,16 +91,19 @@ class CudaDriver:
         that no queued work writes. `stream` is a handle, not that of the legacy default stream.
         """
         assert self._batch is not None
-        failed = c_size_t(sizes.size)
+        out = self._out
+        out.failed.value = sizes.size
         attributes = self._orders[_IN_ANY_ORDER if any_order else _IN_STREAM_ORDER]
-        out = (byref(failed),) if self._names_failed_run else ()
-        with self._context_of_stream(stream):
+        entered = self._enter(self._context_of_stream(stream))
+        try:
             result = self._batch(
-                _address(to), _address(source), _address(sizes), sizes.size,
-                byref(attributes), byref(self._first_run), 1, *out, stream,
+                _address(to), _address(source), _address(sizes), sizes.size, attributes,
+                self._first_run, 1, *((out.failed_ref,) if self._names_failed_run else ()), stream,
             )  # fmt: skip
+        finally:
+            self._leave(entered)
         if result:
-            where = f" at run {failed.value} of {sizes.size}" if failed.value < sizes.size else ""
+            where = f" at run {out.failed.value} of {sizes.size}" if out.failed.value < sizes.size else ""
             raise self._error(f"cuMemcpyBatchAsync{where}", result)
 
     def register(self, address: int, nbytes: int, device: int) -> bool:
@@ -112,33 +126,31 @@ class CudaDriver:
         return None, False
 
     @contextmanager
-    def _context_of_stream(self, stream: int) -> Iterator[None]:
-        context = c_void_p()
-        self._do("cuStreamGetCtx", stream, byref(context))
-        with self._context(context.value):
-            yield
-
-    @contextmanager
     def _some_context(self, device: int) -> Iterator[None]:
-        with self._context(self._current_context() or self._primary_context(device)):
-            yield
-
-    @contextmanager
-    def _context(self, context: int | None) -> Iterator[None]:
-        # A thread that has made no CUDA call yet has no context, or has another device's.
-        if context == self._current_context():
-            yield
-            return
-        self._do("cuCtxPushCurrent_v2", context)
+        entered = self._enter(self._current_context() or self._primary_context(device))
         try:
             yield
         finally:
-            self._do("cuCtxPopCurrent_v2", byref(c_void_p()))
+            self._leave(entered)
+
+    def _enter(self, context: int | None) -> bool:
+        # A thread that has made no CUDA call yet has no context, or it has another device's.
+        if context == self._current_context():
+            return False
+        self._do("cuCtxPushCurrent_v2", context)
+        return True
+
+    def _leave(self, entered: bool) -> None:
+        if entered:
+            self._do("cuCtxPopCurrent_v2", self._out.context_ref)
+
+    def _context_of_stream(self, stream: int) -> int | None:
+        self._do("cuStreamGetCtx", stream, self._out.context_ref)
+        return self._out.context.value
 
     def _current_context(self) -> int | None:
-        context = c_void_p()
-        self._do("cuCtxGetCurrent", byref(context))
-        return context.value
+        self._do("cuCtxGetCurrent", self._out.context_ref)
+        return self._out.context.value
 
     def _primary_context(self, device: int) -> int:
         with self._contexts_lock:
