@@ -254,7 +254,10 @@ class CacheEngine:
         return chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, self._chunking.partial)
 
     def _complete(self, job: Callable[[], None]) -> None:
-        self._completions.submit(job).add_done_callback(self._note_error)
+        ended = self._completions.submit(job)
+        if ended.cancelled():  # the engine is closed: nobody else is there to wait for the device
+            job()
+        ended.add_done_callback(self._note_error)
 
     def _note_error(self, job: Future[None]) -> None:
         error = None if job.cancelled() else job.exception()

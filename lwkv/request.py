@@ -94,13 +94,13 @@ def check_request(request: Request, num_slots: int, chunking: Chunking) -> Check
     Raises:
         RequestError: tokens that are no ids; a slot mapping or mask of another length or kind; slots out of
             range or given twice, or not whole blocks where only these can be moved; a mask that is not False,
-            then True.
+            then True; salts that are no sequence of texts.
     """
     ids = as_token_ids(request.tokens)
     slots = _as_slots(request.slot_mapping, len(ids), num_slots)
     first = _leading_false(request.mask, len(ids))
     counts = chunking.chunk_tokens(len(ids))
-    checked = CheckedRequest(ids, slots, first, tuple(request.salts), chunking.chunk_size, counts)
+    checked = CheckedRequest(ids, slots, first, _as_salts(request.salts), chunking.chunk_size, counts)
     checked.loads(0, len(counts)).row_slots(chunking.unit)
     return checked
 
@@ -148,5 +148,15 @@ def _leading_false(mask: Any, num_tokens: int) -> int:
     return first
 
 
+def _as_salts(salts: Any) -> tuple[str, ...]:
+    # A text is a sequence of texts too, and never meant as one.
+    if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
+        raise RequestError(f"salts are {salts!r}; they must be a list or tuple of texts")
+    return tuple(salts)
+
+
 def _as_array(values: Any) -> npt.NDArray[Any]:
-    return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    try:
+        return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError) as error:  # a dtype that numpy lacks, a list of unequal lists
+        raise RequestError(f"got {values!r}, which is no array of numbers: {error}") from error

@@ -38,20 +38,29 @@ class LayerSteps:
     def __init__(self, engine: CacheEngine) -> None:
         self._engine = engine
         self._num_layers = engine.num_layers
+        self._load: Generator[Any, None, None] | None = None
+        self._store: Generator[None, None, None] | None = None
         self.begin((), ())
 
     def begin(self, loads: Sequence[Request], stores: Sequence[Request]) -> None:
         """Announce a step: what is to be loaded before its layers compute, what to be stored after.
 
-        Raises RequestError for requests that do not fit, before anything is held.
+        A step that has not ended is given up, and nothing of it is stored. Raises RequestError for requests
+        that do not fit, and then changes nothing.
         """
+        load = self._engine.retrieve_batch(loads) if loads else None
+        store = self._engine.store_batch(stores) if stores else None
+        for unfinished in (self._load, self._store):
+            if unfinished is not None:
+                unfinished.close()
+        self._load, self._store = load, store
         self._promised: list[int] = [0] * len(loads)
-        self._load: Generator[Any, None, None] | None = self._engine.retrieve_batch(loads) if loads else None
-        self._store: Generator[None, None, None] | None = self._engine.store_batch(stores) if stores else None
         self._loads_taken = 0
         self._stores_taken = 0
         self._computed: set[int] = set()
+        self._missed_wait = False
         self._masks: list[torch.Tensor] = []
+        self._result: StepResult | None = None
 
     def start_load_kv(self) -> list[int]:
         """Queue the first layer of all loads; return how many tokens of each will be loaded."""
@@ -68,6 +77,7 @@ class LayerSteps:
 
     def save_kv_layer(self, layer: int) -> None:
         """Queue the save of `layer`, whose KV the current stream has been told to write."""
+        self._missed_wait |= not self._is_waited_for(layer)
         self._computed.add(layer)
         while self._store is not None and self._stores_taken in self._computed:
             next(self._store)
@@ -75,15 +85,18 @@ class LayerSteps:
 
     def wait_for_save(self) -> StepResult:
         """End the step: queue what is left, and make the current stream wait for all that is in flight."""
-        waited = self._load is None or self._loads_taken == self._num_layers + 2
-        if self._load is not None:
+        if self._result is None:
+            missed = self._missed_wait or not self._is_waited_for(self._num_layers - 1)
             self.start_load_kv()
             self._advance_load(self._num_layers + 2)
-        if not waited:
-            # Some layer computed without its load: whatever came of these tokens cannot be trusted.
-            self._masks = [torch.zeros_like(mask) for mask in self._masks]
-        stored = self._end_store(self._all_loaded())
-        return StepResult(self._masks, stored)
+            if missed:
+                # Some layer computed without its load: whatever came of these tokens cannot be trusted.
+                self._masks = [torch.zeros_like(mask) for mask in self._masks]
+            self._result = StepResult(self._masks, self._end_store(self._all_loaded()))
+        return self._result
+
+    def _is_waited_for(self, layer: int) -> bool:
+        return self._load is None or self._loads_taken >= min(layer + 3, self._num_layers + 2)
 
     def _advance_load(self, steps: int) -> None:
         while self._load is not None and self._loads_taken < min(steps, self._num_layers + 2):

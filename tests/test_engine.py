@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from oracle import Dims, MemoryTier, Oracle, require_rest, run_slots
+from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
 
+from lwkv.config import Config
 from lwkv.connectors.upload import Uploads
 from lwkv.engine import CacheEngine, Request
+from lwkv.errors import ClosedError, ConfigError, LayoutError, RequestError
+from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status
 
@@ -280,3 +284,476 @@ def require_cached(
         assert (mask == promise).all()
     oracle.expect(tokens, slots, mask)
     oracle.forget(slots, promise & ~mask)
+
+
+@pytest.fixture
+def oracle(platform: Platform, device: torch.device) -> Oracle:
+    return Oracle(platform, device, dims=Dims(blocks=32))
+
+
+def store(oracle: Oracle, engine: CacheEngine, tokens: list[int], slots: list[int]) -> None:
+    """Store what the model computes, and wait until it is visible."""
+    oracle.compute(tokens, slots)
+    engine.store(tokens, slot_mapping=slots)
+    assert engine.flush()
+    oracle.zero(slots)
+
+
+def store_in(oracle: Oracle, tier: MemoryTier, tokens: Sequence[list[int]]) -> None:
+    """Leave the KV of several prompts in a lower tier only."""
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        for prompt_tokens in tokens:
+            store(oracle, engine, prompt_tokens, run_slots(0, len(prompt_tokens)))
+
+
+def error_of(layer: int, chunk: Any) -> Callable[[Any], Status]:
+    return lambda key: Status.ERROR if (key.chunk, key.layer) == (chunk, layer) else Status.OK
+
+
+# What is retrieved.
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+def test_what_was_stored_comes_back_into_other_slots(oracle: Oracle, buffered: bool) -> None:
+    tokens, into = prompt(1), run_slots(64, MOST_TOKENS, backwards=True)
+    with oracle.engine(CHUNK, enable_blending=buffered) as engine:
+        store(oracle, engine, tokens, run_slots(0, MOST_TOKENS))
+        assert engine.lookup(tokens) == 24
+        mask = engine.retrieve(tokens, slot_mapping=into)
+        assert mask.tolist() == [True] * 24 + [False] * 3
+        oracle.expect(tokens, into, mask)
+        oracle.check()
+        require_rest(engine)
+
+
+def test_tokens_may_come_in_any_container(oracle: Oracle) -> None:
+    with oracle.engine(CHUNK) as engine:
+        store(oracle, engine, prompt(1, 8), run_slots(0, 8))
+        ids = prompt(1, 8)
+        for tokens in (tuple(ids), np.array(ids, np.int32), torch.tensor(ids), torch.tensor(ids).int()):
+            assert engine.retrieve(tokens, slot_mapping=torch.arange(64, 72)).all()
+            oracle.expect(ids, run_slots(64, 8))
+        oracle.check()
+
+
+def test_another_salt_is_another_prompt(oracle: Oracle) -> None:
+    with oracle.engine(CHUNK) as engine:
+        store(oracle, engine, prompt(1, 8), run_slots(0, 8))
+        assert engine.lookup(prompt(1, 8), salts=["lora"]) == 0
+        assert not engine.retrieve(prompt(1, 8), slot_mapping=run_slots(8, 8), salts=("lora",)).any()
+        oracle.check()
+        require_rest(engine)
+
+
+def test_tokens_without_a_slot_are_neither_promised_nor_loaded(oracle: Oracle) -> None:
+    tokens, into = prompt(1, 16), run_slots(64, 16)
+    into[3] = into[4] = into[11] = -1
+    with oracle.engine(CHUNK) as engine:
+        store(oracle, engine, tokens, run_slots(0, 16))
+        promised, *_, mask = engine.retrieve_layer(tokens, slot_mapping=into)
+        assert promised == 13
+        assert mask.tolist() == [slot != -1 for slot in into]
+        oracle.expect(tokens, into, mask)
+        oracle.check()
+
+
+def test_a_chunk_that_lacks_a_slot_is_not_stored(oracle: Oracle) -> None:
+    tokens, slots = prompt(1, 24), run_slots(0, 24)
+    slots[12] = -1
+    with oracle.engine(CHUNK) as engine:
+        oracle.compute(tokens, slots)
+        engine.store(tokens, slot_mapping=slots)
+        require_rest(engine)
+        assert engine.stats()["chunks"] == 2
+        assert engine.lookup(tokens) == 8
+
+
+def test_requests_that_share_a_prefix_store_it_once(oracle: Oracle) -> None:
+    shared = prompt(1, 16)
+    requests = [
+        Request(shared + prompt(2, 8), run_slots(0, 24)),
+        Request(shared + prompt(3, 8), run_slots(32, 24)),
+    ]
+    with oracle.engine(CHUNK) as engine:
+        for request in requests:
+            oracle.compute(request.tokens, request.slot_mapping)
+        for _ in engine.store_batch(requests):
+            pass
+        require_rest(engine)
+        assert engine.stats()["chunks"] == 4
+        for request in requests:
+            oracle.zero(request.slot_mapping)
+        *_, masks = engine.retrieve_batch(requests)
+        for request, mask in zip(requests, masks, strict=True):
+            oracle.expect(request.tokens, request.slot_mapping, mask)
+            assert mask.all()
+        oracle.check()
+
+
+def test_two_engines_in_one_process_keep_apart(platform: Platform, device: torch.device) -> None:
+    one, other = Oracle(platform, device), Oracle(platform, device)
+    with one.engine(CHUNK) as first, other.engine(CHUNK) as second:
+        store(one, first, prompt(1, 16), run_slots(0, 16))
+        store(other, second, prompt(2, 16), run_slots(16, 16))
+        assert (first.lookup(prompt(2, 16)), second.lookup(prompt(1, 16))) == (0, 0)
+        assert first.retrieve(prompt(1, 16), slot_mapping=run_slots(32, 16)).all()
+        assert second.retrieve(prompt(2, 16), slot_mapping=run_slots(32, 16)).all()
+        one.expect(prompt(1, 16), run_slots(32, 16))
+        other.expect(prompt(2, 16), run_slots(32, 16))
+        one.check()
+        other.check()
+
+
+def test_a_failed_transfer_of_memory_to_staging_leaves_the_lane_fit(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with oracle.engine(CHUNK) as engine:
+        store(oracle, engine, prompt(1, 16), run_slots(0, 16))
+        with monkeypatch.context() as refused:
+            refused.setattr(type(engine.connector.platform), "load_batch", refuse(MemoryError))
+            assert not engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).any()
+        assert engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).all()
+        oracle.expect(prompt(1, 16), run_slots(64, 16))
+        oracle.check()
+        require_rest(engine)
+
+
+# Lower tiers that fail.
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_that_fails_costs_only_the_tokens_of_its_chunk(
+    oracle: Oracle, layer: int, buffered: bool
+) -> None:
+    tier, prompts = MemoryTier(), [prompt(i, 24) for i in range(3)]
+    store_in(oracle, tier, prompts)
+    with oracle.engine(CHUNK, tiers=[tier], enable_blending=buffered) as engine:
+        tier.fails = error_of(layer, chunk_of(engine, prompts[1], 1))
+        slots = [run_slots(32 * i + 3, 24, backwards=i == 2) for i in range(3)]
+        requests = [Request(*request) for request in zip(prompts, slots, strict=True)]
+        promised, *_, masks = engine.retrieve_batch(requests)
+        assert promised == [24, 24, 24]
+        wanted = [[True] * 24, [True] * 8 + [False] * 8 + [True] * 8, [True] * 24]
+        assert [mask.tolist() for mask in masks] == wanted
+        for tokens, places, mask in zip(prompts, slots, masks, strict=True):
+            oracle.expect(tokens, places, mask)
+        oracle.expect(prompts[1], slots[1], ~masks[1].numpy(), layers=range(layer))
+        oracle.check()
+        require_rest(engine)
+        assert engine.stats()["load_failures"] == 1
+
+
+def chunk_of(engine: CacheEngine, tokens: list[int], number: int) -> Any:
+    return engine._keys(np.asarray(tokens), ())[number]
+
+
+def test_a_chunk_that_vanishes_after_lookup_is_a_miss(oracle: Oracle) -> None:
+    tier = MemoryTier()
+    store_in(oracle, tier, [prompt(1, 16)])
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        tier.fails = lambda key: Status.MISS
+        promised, *_, mask = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
+        assert (promised, mask.any()) == (16, False)
+        oracle.check()
+        require_rest(engine)
+
+
+def test_what_came_from_a_lower_tier_is_in_host_memory_next_time(oracle: Oracle) -> None:
+    tier = MemoryTier()
+    store_in(oracle, tier, [prompt(1, 16)])
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        for into in (64, 96):
+            assert engine.retrieve(prompt(1, 16), slot_mapping=run_slots(into, 16)).all()
+            oracle.expect(prompt(1, 16), run_slots(into, 16))
+            require_rest(engine)
+        assert len(tier.asked) == 2 * LAYERS
+        oracle.check()
+
+
+def test_only_the_chunks_to_load_are_asked_for(oracle: Oracle) -> None:
+    tier = MemoryTier()
+    store_in(oracle, tier, [prompt(1, 24)])
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        mask = [i >= 8 for i in range(24)]
+        assert engine.retrieve(prompt(1, 24), mask, slot_mapping=run_slots(64, 24)).tolist() == mask
+        wanted = {chunk_of(engine, prompt(1, 24), number) for number in (1, 2)}
+        assert {key.chunk for key in tier.asked} == wanted
+        oracle.expect(prompt(1, 24), run_slots(64, 24), mask)
+        oracle.check()
+
+
+@pytest.fixture
+def hanging(oracle: Oracle) -> Iterator[MemoryTier]:
+    """A tier with prompt 1 that never answers while the test runs."""
+    tier = MemoryTier()
+    store_in(oracle, tier, [prompt(1, 16)])
+    tier.gate.clear()
+    yield tier
+    tier.gate.set()
+
+
+def test_a_tier_that_hangs_is_a_miss_after_the_timeout(oracle: Oracle, hanging: MemoryTier) -> None:
+    with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=0.05) as engine:
+        store(oracle, engine, prompt(2, 8), run_slots(0, 8))
+        requests = [Request(prompt(1, 16), run_slots(64, 16)), Request(prompt(2, 8), run_slots(96, 8))]
+        steps = list(engine.retrieve_batch(requests))
+        assert len(steps) == LAYERS + 2
+        assert [int(mask.sum()) for mask in steps[-1]] == [0, 8]
+        oracle.expect(prompt(2, 8), run_slots(96, 8))
+        oracle.check()
+        hanging.gate.set()
+        require_rest(engine)
+
+
+def test_what_arrives_after_the_timeout_never_reaches_the_cache(oracle: Oracle, hanging: MemoryTier) -> None:
+    with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=0.05, prefetch_layers=0) as engine:
+        steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
+        next(steps), next(steps)
+        hanging.gate.set()
+        *_, mask = steps
+        assert not mask.any()
+        oracle.check()
+        require_rest(engine)
+
+
+def test_closing_does_not_wait_for_ever_for_a_tier_that_hangs(oracle: Oracle, hanging: MemoryTier) -> None:
+    engine = oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=0.02)
+    assert not engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).any()
+    engine.close(timeout_s=0.05)
+    hanging.gate.set()
+    oracle.check()
+
+
+# Closing.
+
+
+def test_closing_waits_for_what_is_in_flight(oracle: Oracle) -> None:
+    engine, tier = None, MemoryTier()
+    engine = oracle.engine(CHUNK, tiers=[tier])
+    oracle.compute(prompt(1, 16), run_slots(0, 16))
+    engine.store(prompt(1, 16), slot_mapping=run_slots(0, 16))
+    engine.close()
+    require_closed(engine)
+    assert tier.closed
+    assert len(tier.pages) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("taken", range(1, LAYERS + 2))
+def test_a_retrieval_may_end_after_the_engine_was_closed(oracle: Oracle, taken: int) -> None:
+    engine = oracle.engine(CHUNK)
+    store(oracle, engine, prompt(1, 16), run_slots(0, 16))
+    steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
+    for _ in range(taken):
+        next(steps)
+    engine.close()
+    *_, mask = steps
+    assert mask.all()
+    oracle.expect(prompt(1, 16), run_slots(64, 16))
+    oracle.check()
+    assert engine.stats()["pins"] == 0
+
+
+@pytest.mark.parametrize("taken", range(1, LAYERS + 1))
+def test_a_store_may_end_after_the_engine_was_closed(oracle: Oracle, taken: int) -> None:
+    engine = oracle.engine(CHUNK)
+    oracle.compute(prompt(1, 16), run_slots(0, 16))
+    steps = engine.store_layer(prompt(1, 16), slot_mapping=run_slots(0, 16))
+    for _ in range(taken):
+        next(steps)
+    engine.close()
+    assert len(list(steps)) == LAYERS + 1 - taken
+    require_closed(engine)
+
+
+def test_a_closed_engine_says_so(oracle: Oracle) -> None:
+    engine = oracle.engine(CHUNK)
+    engine.close()
+    engine.close()
+    arguments: Any = {"slot_mapping": run_slots(0, 8)}
+    for call in (
+        lambda: engine.lookup(prompt(1, 8)),
+        lambda: engine.retrieve_layer(prompt(1, 8), **arguments),
+        lambda: engine.store(prompt(1, 8), **arguments),
+        lambda: engine.store_batch([Request(prompt(1, 8), run_slots(0, 8))]),
+    ):
+        with pytest.raises(ClosedError, match="make a new one"):
+            call()
+
+
+def test_flushing_gives_up_at_its_timeout(oracle: Oracle) -> None:
+    with oracle.engine(CHUNK) as engine:
+        with held_completions(engine):
+            oracle.compute(prompt(1, 8), run_slots(0, 8))
+            engine.store(prompt(1, 8), slot_mapping=run_slots(0, 8))
+            assert not engine.flush(timeout_s=0.01)
+            assert engine.stats()["writes_in_flight"] == 1
+            assert engine.lookup(prompt(1, 8)) == 0
+        require_rest(engine)
+        assert engine.lookup(prompt(1, 8)) == 8
+
+
+def test_a_chunk_on_its_way_is_not_stored_again(oracle: Oracle) -> None:
+    with oracle.engine(CHUNK, pages=LAYERS) as engine:
+        oracle.compute(prompt(1, 8), run_slots(0, 8))
+        with held_completions(engine):
+            for _ in range(2):
+                engine.store(prompt(1, 8), slot_mapping=run_slots(0, 8))
+            assert "stores_refused" not in engine.stats()
+        require_rest(engine)
+
+
+# Wrong use.
+
+
+WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "text as tokens": ({"tokens": "abcdefgh"}, "got str"),
+    "fractions as tokens": ({"tokens": torch.zeros(8)}, "float32"),
+    "tokens in two dimensions": ({"tokens": np.zeros((2, 4), int)}, "shape"),
+    "a slot too few": ({"slot_mapping": run_slots(0, 7)}, "8 tokens"),
+    "a slot too high": ({"slot_mapping": run_slots(121, 8)}, "slot 128 is out of range: slots are 0 to 127"),
+    "a slot below none": ({"slot_mapping": [-2, *range(7)]}, "slot -2"),
+    "a slot twice": ({"slot_mapping": [0, 1, 2, 3, 4, 5, 6, 3]}, "slot 3 is given to two tokens"),
+    "slots that are no whole numbers": ({"slot_mapping": torch.arange(8.0)}, "whole numbers"),
+    "no slots": ({"slot_mapping": None}, "whole numbers"),
+    "a mask too long": ({"mask": [True] * 9}, "8 tokens"),
+    "a mask of numbers": ({"mask": [1] * 8}, "must be bool"),
+    "a mask with a hole": ({"mask": [True, False] * 4}, "leading part"),
+    "a text as salts": ({"salts": "lora"}, "list or tuple"),
+    "a number as salt": ({"salts": [1]}, "list or tuple"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_REQUESTS)
+def test_a_wrong_request_is_refused_at_the_call_and_leaves_nothing(oracle: Oracle, name: str) -> None:
+    wrong, text = WRONG_REQUESTS[name]
+    arguments: dict[str, Any] = {"tokens": prompt(1, 8), "slot_mapping": run_slots(0, 8)} | wrong
+    with oracle.engine(CHUNK) as engine:
+        for call in (engine.retrieve_layer, engine.store_layer):
+            with pytest.raises(RequestError, match=text):
+                call(**arguments)
+        with pytest.raises(RequestError, match=text):
+            engine.retrieve_batch([Request(prompt(2, 8), run_slots(8, 8)), Request(**arguments)])
+        require_rest(engine)
+        oracle.check()
+
+
+def test_slots_and_masks_may_be_device_tensors(oracle: Oracle, device: torch.device) -> None:
+    with oracle.engine(CHUNK) as engine:
+        store(oracle, engine, prompt(1, 8), run_slots(0, 8))
+        slots = torch.arange(64, 72, device=device)
+        mask = torch.tensor([False] * 3 + [True] * 5, device=device)
+        loaded = engine.retrieve(torch.tensor(prompt(1, 8), device=device), mask, slot_mapping=slots)
+        assert loaded.device.type == "cpu"
+        assert torch.equal(loaded, mask.cpu())
+        oracle.expect(prompt(1, 8), run_slots(64, 8), loaded)
+        oracle.check()
+
+
+def test_other_caches_than_the_registered_ones_are_refused(oracle: Oracle) -> None:
+    with oracle.engine(CHUNK) as engine:
+        arguments: Any = {"tokens": prompt(1, 8), "slot_mapping": run_slots(0, 8)}
+        others = {name: t.clone() for name, t in oracle.kvcaches.items()}
+        with pytest.raises(LayoutError, match="make an engine for each"):
+            engine.retrieve_layer(**arguments, kvcaches=others)
+        assert not engine.retrieve(**arguments, kvcaches=oracle.kvcaches).any()
+
+
+def create(oracle: Oracle, config: Config, **arguments: Any) -> CacheEngine:
+    arguments = {"metadata": oracle.metadata, "platform": oracle.platform} | arguments
+    return CacheEngine.create(
+        config, kvcaches=oracle.kvcaches, layout_hints={"block_size": oracle.dims.block_size}, **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"local_disk": "/tmp/kv", "max_local_disk_size": 1.0}, "local_disk is '/tmp/kv', but this version"),
+        ({"remote_url": "redis://host:1"}, "remote_url is 'redis://host:1', but this version"),
+        ({"max_local_cpu_size": 1 / 2**20}, "one chunk of one layer needs"),
+    ],
+    ids=["disk without a tier", "remote without a tier", "a pool without room for a page"],
+)
+def test_settings_that_cannot_work_are_refused_at_the_start(
+    oracle: Oracle, settings: dict[str, Any], text: str
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=text):
+        create(oracle, Config(chunk_size=CHUNK, **settings))
+    assert threading.active_count() == before
+
+
+def test_only_a_lower_tier_may_replace_host_memory(oracle: Oracle) -> None:
+    config = Config(chunk_size=CHUNK, local_cpu=False, local_disk="/tmp/kv", max_local_disk_size=1.0)
+    with pytest.raises(ConfigError, match="no tier for it"):
+        CacheEngine.create(
+            config, oracle.metadata, oracle.kvcaches, "vllm", {"block_size": 4}, oracle.platform
+        )
+
+
+def test_caches_of_another_device_type_are_refused(oracle: Oracle) -> None:
+    class Elsewhere:
+        """A platform of another device type."""
+
+        name = device_type = "elsewhere"
+        features = oracle.platform.features
+
+    with pytest.raises(LayoutError, match="the platform is 'elsewhere'"):
+        create(oracle, Config(), platform=Elsewhere())
+
+
+def test_metadata_with_other_heads_than_the_caches_is_refused(oracle: Oracle) -> None:
+    metadata = CacheMetadata("toy", LAYERS, 5, 3, torch.float32)
+    with pytest.raises(LayoutError, match=r"l\.0"):
+        create(oracle, Config(), metadata=metadata)
+
+
+# A long run.
+
+
+def test_a_long_random_run_over_a_tiny_pool_keeps_every_byte_right(
+    platform: Platform, device: torch.device
+) -> None:
+    oracle = Oracle(platform, device, dims=Dims(blocks=48))
+    rng = np.random.default_rng(7)
+    prompts = [prompt(0, 16 * (i % 2)) + prompt(i + 1, int(rng.integers(1, 40))) for i in range(8)]
+    with oracle.engine(CHUNK, pages=LAYERS * 7, staging_bytes=8 * oracle.page_bytes(CHUNK)) as engine:
+        for _ in range(300):
+            picked = rng.choice(len(prompts), rng.integers(1, 4), replace=False)
+            run_step(oracle, engine, rng, [prompts[i] for i in picked])
+        require_rest(engine)
+        stats = engine.stats()
+        assert stats["chunks_evicted"] > 50
+        assert stats["tokens_retrieved"] > 500
+        assert "load_failures" not in stats
+
+
+def run_step(
+    oracle: Oracle, engine: CacheEngine, rng: np.random.Generator, prompts: Sequence[list[int]]
+) -> None:
+    """Retrieve what is cached, compute the rest, store; the blocks were dealt out at random."""
+    dims = oracle.dims
+    blocks = rng.permutation(dims.blocks)
+    requests = []
+    for tokens in prompts:
+        needed = -(-len(tokens) // dims.block_size)
+        own, blocks = blocks[:needed], blocks[needed:]
+        slots = (own[:, None] * dims.block_size + np.arange(dims.block_size)).ravel()[: len(tokens)]
+        local = int(rng.integers(0, len(tokens) + 1)) if rng.random() < 0.4 else 0
+        oracle.compute(tokens[:local], slots[:local])
+        requests.append(Request(tokens, slots, np.arange(len(tokens)) >= local))
+    promised, *_, masks = engine.retrieve_batch(requests, sync=bool(rng.integers(2)))
+    for request, mask, count in zip(requests, masks, promised, strict=True):
+        assert int(mask.sum()) == count
+        oracle.expect(request.tokens, request.slot_mapping, mask)
+        rest = request.mask & ~mask.numpy()
+        oracle.compute(request.tokens, np.where(rest, request.slot_mapping, -1))
+    oracle.check()
+    whole = [Request(request.tokens, request.slot_mapping) for request in requests]
+    steps = engine.store_batch(whole)
+    for _ in range(int(rng.integers(1, LAYERS + 3)) if rng.random() < 0.2 else LAYERS + 1):
+        next(steps, None)
+    steps.close()
+    if rng.random() < 0.5:
+        require_rest(engine)
