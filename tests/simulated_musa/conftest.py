@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,12 +26,31 @@ def load_simulator() -> ModuleType:
     return sys.modules["torch_musa_sim"]
 
 
-class SettledDevice:
-    """After every test, of whatever folder: no lateness is left, and no queued work has failed unnoticed."""
+class DeviceOfEveryTest:
+    """Sets how streams behave in tests of other folders; no test leaves queued work that failed unnoticed."""
+
+    def __init__(self, streams: str) -> None:
+        self._streams = streams
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if HERE in item.path.parents:
+            return
+        load_simulator().set_late(self._streams == "late")
+        if self._streams == "delayed":
+            load_simulator().set_delay(0.0, 0.002, seed=zlib.crc32(item.nodeid.encode()))
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self) -> None:
         load_simulator().settle()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--musa-streams",
+        choices=["early", "late", "delayed"],
+        default="early",
+        help="whether simulated streams run at once, when waited for, or after random delays",
+    )
 
 
 def is_simulated(config: pytest.Config) -> bool:
@@ -40,7 +60,7 @@ def is_simulated(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if is_simulated(config) and not hasattr(torch, "musa"):
         load_simulator().install()
-        config.pluginmanager.register(SettledDevice())
+        config.pluginmanager.register(DeviceOfEveryTest(config.getoption("--musa-streams", default="early")))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

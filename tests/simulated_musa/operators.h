@@ -284,6 +284,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("_reshape_alias", at::native::_reshape_alias);
   library.impl("unfold", at::native::unfold);
+  library.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
   library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   library.impl("set_.source_Tensor", at::native::set_tensor_);
 }

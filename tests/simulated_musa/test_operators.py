@@ -11,6 +11,11 @@ import torch.nn.functional as F
 DEVICE = torch.device("musa", 0)
 Operator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
 # Each takes x, float (4, 6), and rows, int64 (4,).
 QUEUED: dict[str, Operator] = {
     "add": lambda x, rows: x + 2.5,
@@ -38,7 +43,7 @@ QUEUED: dict[str, Operator] = {
     "strided_copy": lambda x, rows: torch.empty_like(x.T).copy_(x.T),
     "sum": lambda x, rows: x.sum(0),
     "where": lambda x, rows: torch.where(x > 7, x, -1),
-    "attention": lambda x, rows: F.scaled_dot_product_attention(*[x.view(1, 1, 4, 6)] * 3, is_causal=True),
+    "attention": lambda x, rows: attention(x.view(1, 1, 4, 6)),
 }
 
 
@@ -113,6 +118,12 @@ def test_views_share_memory() -> None:
     x.unfold(1, 2, 2)[0, 0].fill_(3)
     x.as_strided((2,), (1,), 22).fill_(7)
     assert x.tolist() == [[3, 3, 0, 0, 0, 0], [0] * 6, [1, 0] * 3, [1, 0, 1, 0, 7, 7]]
+
+
+def test_a_storage_can_be_read_as_bytes() -> None:
+    x = torch.tensor([1, 256], dtype=torch.int16, device=DEVICE)
+    data = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(x.untyped_storage())
+    assert data[:4].tolist() == [1, 0, 0, 1]
 
 
 def test_mixing_devices_is_refused() -> None:
