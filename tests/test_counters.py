@@ -21,9 +21,7 @@ def test_totals_are_a_copy() -> None:
 
 def test_nothing_is_lost_when_threads_count_together() -> None:
     counters = Counters()
-    threads = [
-        threading.Thread(target=lambda: [counters.add("n", 3) for _ in range(2000)]) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: [counters.add("n", 3) for _ in range(2000)]) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

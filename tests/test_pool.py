@@ -180,7 +180,7 @@ def test_shortage_says_how_many_pages_are_to_be_freed() -> None:
 
 
 def test_a_pool_too_small_for_one_page_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_local_cpu_size holds 4095 bytes.*4096"):
+    with pytest.raises(ConfigError, match=r"max_local_cpu_size holds 4095 bytes.*4096"):
         HostPool(CPU(), PAGE_BYTES, 4095)
 
 

@@ -22,8 +22,8 @@ class Calls:
     """One kind of calls to one tier, which is left alone while it fails or does not answer.
 
     One error may be the fault of what was asked for; from the second in a row on, the tier rests for 1 s,
-    then 2, up to 64. While any call is older than `timeout_s` seconds no other is begun, so that no page waits
-    for a tier that hangs but those it has in hand. Both end by themselves. Thread-safe.
+    then 2, up to 64. While any call is older than `timeout_s` seconds no other is begun, so that a tier that
+    hangs keeps no pages but those it has in hand. Both end by themselves. Thread-safe.
     """
 
     def __init__(
