@@ -76,9 +76,13 @@ class LayerSteps:
         self._advance_load(layer + 3)
 
     def save_kv_layer(self, layer: int) -> None:
-        """Queue the save of `layer`, whose KV the current stream has been told to write."""
-        self._missed_wait |= not self._is_waited_for(layer)
-        self._computed.add(layer)
+        """Queue the save of `layer`, whose KV the current stream has been told to write.
+
+        A number that no layer has is passed over.
+        """
+        if 0 <= layer < self._num_layers:
+            self._missed_wait |= not self._is_waited_for(layer)
+            self._computed.add(layer)
         while self._store is not None and self._stores_taken in self._computed:
             next(self._store)
             self._stores_taken += 1

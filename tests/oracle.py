@@ -176,7 +176,7 @@ class Oracle:
         self.dims = dims or Dims()
         self._actual = self.form.make(self.dims, device)
         self._expected = self.form.make(self.dims, torch.device("cpu"))
-        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._numbers: dict[tuple[int | str | None, int], int] = {}
         self._readings: list[tuple[str, Tensor, list[Tensor]]] = []
 
     @property
@@ -224,18 +224,19 @@ class Oracle:
             config, self.metadata, self.kvcaches, self.form.engine, hints, self.platform, tiers
         )
 
-    def rows(self, tokens: Sequence[int], layer: int, salt: object = None) -> Tensor:
+    def rows(self, tokens: Sequence[int], layer: int, salt: str | None = None) -> Tensor:
         """What a model computes for `tokens` in one layer, integers [2, T, heads, head_size] on the host."""
-        numbers = [
-            self._numbers.setdefault((salt, *tokens[: i + 1]), len(self._numbers)) for i in range(len(tokens))
-        ]
-        dims = self.dims
+        dims, numbers = self.dims, []
+        parent: int | str | None = salt
+        for token in tokens:
+            parent = self._numbers.setdefault((parent, token), len(self._numbers))
+            numbers.append(parent)
         inner = torch.arange(2 * dims.heads * dims.head_size).view(2, 1, dims.heads, dims.head_size)
-        token = torch.tensor(numbers, dtype=torch.int64).view(1, -1, 1, 1) * dims.layers + layer
-        return (token * inner.numel() + inner + 1).to(WORDS[dims.dtype.itemsize])
+        row = torch.tensor(numbers, dtype=torch.int64).view(1, -1, 1, 1) * dims.layers + layer
+        return (row * inner.numel() + inner + 1).to(WORDS[dims.dtype.itemsize])
 
     def compute(
-        self, tokens: Sequence[int], slots: Any, layers: Sequence[int] | None = None, salt: object = None
+        self, tokens: Sequence[int], slots: Any, layers: Sequence[int] | None = None, salt: str | None = None
     ) -> None:
         """Queue the model's writing of `tokens` to `slots`, -1 for none, and expect it."""
         for layer in self._layers(layers):

@@ -1,0 +1,462 @@
+"""Transfers and the model's work in the right order, and no wait that could be left out.
+
+Streams here are late where it matters: they do nothing before somebody waits for it. A scenario lets one
+side run ahead and the other hang back as far as the recorded events allow. It must give the right bytes as
+it is, and wrong ones as soon as its wait is taken away.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
+
+from lwkv.connectors.lane import Lane
+from lwkv.engine import CacheEngine
+from lwkv.platforms.cpu import CPU
+
+HOST = torch.device("cpu")
+CHUNK = 8
+LAYERS = 4
+STREAMS = ("compute", "load copies", "load kernels", "save copies", "save kernels")
+MIXES = [mix for count in range(len(STREAMS) + 1) for mix in combinations(STREAMS, count)]
+NEW, OLD, THIRD = (list(range(first, first + 24)) for first in (500, 900, 700))
+FIRST, SECOND = run_slots(3, 24), run_slots(32, 24, backwards=True)
+
+
+class Stage:
+    """An engine beside a model whose work goes to a stream of its own. Staging holds one chunk."""
+
+    def __init__(self, cpu: CPU, buffered: bool = False, **settings: Any) -> None:
+        self.cpu = cpu
+        self.compute = cpu.new_stream(HOST)
+        self.oracle = Oracle(cpu, HOST, dims=Dims(layers=LAYERS, blocks=20))
+        settings = {"pages": 64, "lookahead": 1} | settings
+        with cpu.use_stream(self.compute):
+            self.engine: CacheEngine = self.oracle.engine(CHUNK, enable_blending=buffered, **settings)
+
+    @property
+    def connector(self) -> Any:
+        return self.engine.connector
+
+    def stream(self, name: str) -> Any:
+        if name == "compute":
+            return self.compute
+        lane, kind = name.split()
+        return getattr(getattr(self.connector, f"_{lane}_lane"), kind)
+
+    def make_late(self, *names: str) -> None:
+        for name in names:
+            self.stream(name).late = True
+
+    def reach(self, *names: str) -> None:
+        """Let these streams, one after the other, do what they hold."""
+        for name in names:
+            self.cpu.synchronize_stream(self.stream(name))
+
+    def settle(self) -> None:
+        """Let every stream do what it holds, and go on at once from here."""
+        for name in STREAMS:
+            self.stream(name).late = False
+        self.cpu.synchronize_device(HOST)
+
+    def cache(self, tokens: list[int], slots: list[int]) -> None:
+        """Have tokens computed and stored, with nothing of it left to do."""
+        self.oracle.compute(tokens, slots)
+        self.engine.store(tokens, slot_mapping=slots)
+        assert self.engine.flush()
+        self.settle()
+
+    def load(
+        self,
+        tokens: list[int],
+        slots: list[int],
+        read: bool = True,
+        sync: bool = True,
+        late: tuple[str, ...] = (),
+    ) -> None:
+        """Retrieve by layers, each read by the model once it has been waited for.
+
+        Streams that are `late` have no layer yet when they stop.
+        """
+        steps = self.engine.retrieve_layer(tokens, slot_mapping=slots, sync=sync)
+        next(steps)
+        self.reach(*late)
+        self.make_late(*late)
+        next(steps)
+        for layer in range(LAYERS):
+            next(steps)
+            if read and sync:
+                self.oracle.read(tokens, slots, layer, "the model's reading")
+        self.oracle.expect(tokens, slots)
+        next(steps, None)
+
+    def save(self, tokens: list[int], slots: list[int]) -> None:
+        """Compute and store by layers."""
+        steps = self.engine.store_layer(tokens, slot_mapping=slots)
+        for layer in range(LAYERS):
+            self.oracle.compute(tokens, slots, [layer])
+            next(steps)
+        next(steps)
+
+
+@pytest.fixture
+def cpu() -> Iterator[CPU]:
+    platform = CPU()
+    yield platform
+    platform.close()
+
+
+@contextmanager
+def staged(cpu: CPU, **settings: Any) -> Iterator[Stage]:
+    stage = Stage(cpu, **settings)
+    with cpu.use_stream(stage.compute):
+        try:
+            yield stage
+        finally:
+            stage.settle()
+            stage.engine.close()
+
+
+Remove = Callable[[Any, str], None]
+
+
+def load_while_old_readers_hang_back(cpu: CPU, remove: Remove) -> None:
+    """Blocks are loaded into that the model still reads for their former request."""
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.oracle.compute(OLD, SECOND)
+        stage.settle()
+        stage.make_late("compute")
+        for layer in range(LAYERS):
+            stage.oracle.read(OLD, SECOND, layer, "the former request's reading")
+        remove(stage.connector._loader, "_wait_for_readers")
+        stage.load(NEW, SECOND)
+        stage.reach("load kernels", "compute")
+        stage.oracle.check()
+
+
+def load_into_blocks_with_a_zero_fill_on_its_way(cpu: CPU, remove: Remove) -> None:
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("compute")
+        stage.oracle.zero(SECOND)
+        remove(stage.connector._loader, "_wait_for_readers")
+        stage.load(NEW, SECOND)
+        stage.reach("load kernels", "compute")
+        stage.oracle.check()
+
+
+def load_beside_a_model_that_runs_ahead(cpu: CPU, remove: Remove, **settings: Any) -> None:
+    with staged(cpu, **settings) as stage:
+        stage.cache(NEW, FIRST)
+        with held_completions(stage.engine):
+            remove(stage.connector._loader, "wait")
+            stage.load(NEW, SECOND, late=("load copies", "load kernels"))
+            stage.reach("compute")
+        stage.oracle.check()
+
+
+def load_into_the_buffer_beside_a_model_that_runs_ahead(cpu: CPU, remove: Remove) -> None:
+    load_beside_a_model_that_runs_ahead(cpu, remove, buffered=True)
+
+
+def load_in_bulk_before_the_model_goes_on(cpu: CPU, remove: Remove) -> None:
+    """Without `sync`, the last step's wait is the only one."""
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("load copies", "load kernels")
+        with held_completions(stage.engine):
+            remove(stage.connector, "wait_layer")
+            stage.load(NEW, SECOND, sync=False)
+            for layer in range(LAYERS):
+                stage.oracle.read(NEW, SECOND, layer)
+            stage.reach("compute")
+        stage.oracle.check()
+
+
+def load_that_is_given_up_and_computed_instead(cpu: CPU, remove: Remove) -> None:
+    """The model overwrites what a closed retrieval still has on its way."""
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("load copies", "load kernels")
+        with held_completions(stage.engine):
+            steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
+            for _ in range(3):
+                next(steps)
+            remove(stage.connector, "wait_layer")
+            steps.close()
+            stage.oracle.compute(OLD, SECOND)
+            stage.reach("compute")
+        stage.oracle.check()
+
+
+def load_copies_run_ahead_of_kernels(cpu: CPU, remove: Remove) -> None:
+    """More slices than staging buffers: a copy must not fill one that is not emptied."""
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("load kernels")
+        with held_completions(stage.engine):
+            remove(stage.connector._load_lane, "_wait_emptied")
+            stage.load(NEW, SECOND, read=False)
+            stage.reach("load copies", "compute")
+        stage.oracle.check()
+
+
+def load_kernels_run_ahead_of_copies(cpu: CPU, remove: Remove) -> None:
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("load copies")
+        with held_completions(stage.engine):
+            remove(stage.connector._load_lane, "_wait_filled")
+            stage.load(NEW, SECOND, read=False)
+            stage.reach("load kernels", "compute")
+        stage.oracle.check()
+
+
+def require_stored(stage: Stage) -> None:
+    """What was stored, from SECOND, comes back as computed."""
+    stage.settle()
+    stage.load(NEW, FIRST)
+    stage.settle()
+    stage.oracle.check()
+
+
+def save_before_the_model_has_written(cpu: CPU, remove: Remove) -> None:
+    with staged(cpu) as stage:
+        stage.make_late("compute")
+        remove(stage.connector._saver, "_wait_for_writers")
+        stage.save(NEW, SECOND)
+        assert stage.engine.flush()
+        require_stored(stage)
+
+
+def save_kernels_run_ahead_of_copies(cpu: CPU, remove: Remove) -> None:
+    """More slices than staging buffers: a kernel must not fill one that is not copied."""
+    with staged(cpu) as stage:
+        stage.make_late("save copies")
+        with held_completions(stage.engine):
+            remove(stage.connector._save_lane, "_wait_emptied")
+            stage.save(NEW, SECOND)
+            stage.reach("save kernels")
+        assert stage.engine.flush()
+        require_stored(stage)
+
+
+def save_copies_run_ahead_of_kernels(cpu: CPU, remove: Remove) -> None:
+    with staged(cpu) as stage:
+        stage.make_late("save kernels")
+        with held_completions(stage.engine):
+            remove(stage.connector._save_lane, "_wait_filled")
+            stage.save(NEW, SECOND)
+            stage.cpu.synchronize_event(stage.connector._save_lane._buffers[0].emptied)
+            stage.reach("save copies")
+        assert stage.engine.flush()
+        require_stored(stage)
+
+
+def blocks_are_reused_after_a_store(cpu: CPU, remove: Remove) -> None:
+    with staged(cpu) as stage:
+        stage.make_late("save kernels")
+        remove(stage.connector._saver, "release_blocks")
+        with held_completions(stage.engine):
+            stage.save(NEW, SECOND)
+            stage.oracle.compute(OLD, SECOND)
+            stage.reach("compute")
+        assert stage.engine.flush()
+        require_stored(stage)
+
+
+def a_chunk_becomes_visible_with_its_bytes(cpu: CPU, remove: Remove) -> None:
+    with staged(cpu) as stage:
+        remove(stage.connector._saver, "end")
+        stage.make_late("save copies")
+        stage.save(NEW, SECOND)
+        assert stage.engine.flush()
+        assert stage.engine.lookup(NEW) == 24
+        stage.load(NEW, FIRST)
+        stage.reach("compute")
+        stage.oracle.check()
+
+
+def host_pages_are_reused_after_a_load(cpu: CPU, remove: Remove) -> None:
+    """The pages of a chunk that is on its way are taken for another, which comes from a lower tier."""
+    tier = MemoryTier()
+    with staged(cpu, tiers=[tier], pages=3 * LAYERS) as stage:
+        stage.cache(OLD, SECOND)
+        stage.cache(NEW, FIRST)
+        stage.make_late("compute", "load copies", "load kernels")
+        remove(stage.connector._loader, "end")
+        stage.load(NEW, SECOND, read=False)
+        assert stage.engine.flush()
+        stage.load(OLD, FIRST, read=False)
+        stage.reach("compute")
+        stage.oracle.check()
+
+
+def the_buffer_is_filled_while_the_model_still_flushes_it(cpu: CPU, remove: Remove) -> None:
+    with staged(cpu, buffered=True, lookahead=0) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("compute")
+        with held_completions(stage.engine):
+            remove(stage.connector, "_wait_for_buffer")
+            stage.load(NEW, SECOND)
+            stage.reach("load kernels", "compute")
+        stage.oracle.check()
+
+
+def the_buffer_s_memory_goes_back_while_the_model_still_flushes_it(cpu: CPU, remove: Remove) -> None:
+    """Whoever gets the memory next on the load stream writes to it."""
+    with staged(cpu, buffered=True, lookahead=3) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("compute")
+        buffers: list[Any] = []
+        make, connector = stage.connector._new_buffers, stage.connector
+        connector._new_buffers = lambda rows: buffers.extend(made := make(rows)) or made
+        remove(connector, "_wait_for_buffer")
+        stage.load(NEW, SECOND)
+        assert stage.engine.flush()
+        for buffer in buffers:
+            cpu.launch(stage.stream("load kernels"), lambda buffer=buffer: buffer.k.zero_())
+        stage.reach("load kernels", "compute")
+        stage.oracle.check()
+
+
+def the_buffer_is_flushed_before_it_is_filled_again(cpu: CPU, remove: Remove) -> None:
+    """Without `sync` nobody else waits for a layer before the buffer is needed for another."""
+    with staged(cpu, buffered=True, lookahead=0) as stage:
+        stage.cache(NEW, FIRST)
+        wait_layer = stage.connector.wait_layer
+        remove(stage.connector, "wait_layer")
+        if stage.connector.wait_layer != wait_layer:
+            removed = stage.connector.wait_layer
+            stage.connector.wait_layer = lambda load, layer: (
+                wait_layer(load, layer) if layer == LAYERS - 1 else removed(load, layer)
+            )
+        stage.make_late("compute")
+        stage.load(NEW, SECOND, sync=False)
+        stage.reach("load kernels", "compute")
+        stage.oracle.check()
+
+
+def staging_memory_that_the_model_still_writes(cpu: CPU, remove: Remove) -> None:
+    """The allocator hands out memory whose last user on the current stream has not run."""
+    lent: list[torch.Tensor] = []
+    compute = cpu.new_stream(HOST, late=True)
+    make = Lane._new_buffer
+
+    def lend(lane: Lane, device: torch.device) -> Any:
+        buffer = make(lane, device)
+        lent.append(buffer.memory)
+        cpu.launch(compute, lambda: buffer.memory.fill_(7))
+        return buffer
+
+    with staged(cpu, lookahead=0) as stage:
+        stage.cache(NEW, FIRST)
+        with pytest.MonkeyPatch.context() as patched, cpu.use_stream(compute):
+            patched.setattr(Lane, "_new_buffer", lend)
+            remove(Lane, "_wait_for_allocator")
+            lane = Lane(cpu, HOST, 2, stage.connector._load_lane.buffer_bytes, "copies")
+        stage.connector._load_lane = stage.connector._loader._lane = lane
+        lane.kernels.late = True
+        steps = stage.engine.retrieve_layer(NEW[:16], slot_mapping=SECOND[:16])
+        next(steps), next(steps)
+        cpu.synchronize_stream(lane.copies)
+        cpu.synchronize_stream(compute)
+        *_, mask = steps
+        stage.oracle.expect(NEW[:16], SECOND[:16], mask)
+        stage.oracle.check()
+
+
+WAITS: dict[str, Callable[[CPU, Remove], None]] = {
+    scenario.__name__.replace("_", " "): scenario
+    for scenario in (
+        load_while_old_readers_hang_back,
+        load_into_blocks_with_a_zero_fill_on_its_way,
+        load_beside_a_model_that_runs_ahead,
+        load_into_the_buffer_beside_a_model_that_runs_ahead,
+        load_in_bulk_before_the_model_goes_on,
+        load_that_is_given_up_and_computed_instead,
+        load_copies_run_ahead_of_kernels,
+        load_kernels_run_ahead_of_copies,
+        save_before_the_model_has_written,
+        save_kernels_run_ahead_of_copies,
+        save_copies_run_ahead_of_kernels,
+        blocks_are_reused_after_a_store,
+        a_chunk_becomes_visible_with_its_bytes,
+        host_pages_are_reused_after_a_load,
+        the_buffer_is_filled_while_the_model_still_flushes_it,
+        the_buffer_s_memory_goes_back_while_the_model_still_flushes_it,
+        the_buffer_is_flushed_before_it_is_filled_again,
+        staging_memory_that_the_model_still_writes,
+    )
+}
+
+
+def keep(owner: Any, wait: str) -> None:
+    """Leave the wait where it is; it must be there."""
+    assert callable(getattr(owner, wait))
+
+
+def nothing(*_: Any) -> Callable[[], None]:
+    """Stands for a wait, or for what returns one."""
+    return lambda: None
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_with_the_wait_the_bytes_are_right(cpu: CPU, name: str) -> None:
+    WAITS[name](cpu, keep)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_without_the_wait_the_bytes_are_wrong(cpu: CPU, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove(owner: Any, wait: str) -> None:
+        keep(owner, wait)
+        monkeypatch.setattr(owner, wait, nothing)
+
+    with pytest.raises(AssertionError, match="expected"):
+        WAITS[name](cpu, remove)
+
+
+def run_mixed(stage: Stage) -> None:
+    """Stores, loads and reuse of blocks, one behind the other, the host running ahead."""
+    stage.save(OLD, FIRST)
+    stage.oracle.compute(NEW, FIRST)
+    stage.save(NEW, SECOND)
+    assert stage.engine.flush()
+    for layer in range(LAYERS):
+        stage.oracle.read(NEW, SECOND, layer, "the former request's reading")
+    stage.oracle.zero(SECOND)
+    stage.load(OLD, SECOND)
+    stage.save(THIRD, FIRST)
+    steps = stage.engine.retrieve_layer(NEW, slot_mapping=FIRST)
+    next(steps), next(steps)
+    steps.close()
+    stage.oracle.compute(OLD, FIRST)
+    stage.load(NEW, SECOND, sync=False)
+    stage.oracle.read(NEW, SECOND, LAYERS - 1)
+    require_rest(stage.engine)
+    stage.oracle.check()
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+@pytest.mark.parametrize("late", MIXES, ids=[", ".join(mix) or "none" for mix in MIXES])
+def test_whatever_hangs_back_the_bytes_are_right(cpu: CPU, late: tuple[str, ...], buffered: bool) -> None:
+    with staged(cpu, buffered=buffered, lookahead=len(late) % 3) as stage:
+        stage.make_late(*late)
+        run_mixed(stage)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_slow_the_bytes_are_right(seed: int) -> None:
+    rng = random.Random(seed)
+    cpu = CPU(delay=lambda: rng.choice([0.0, 0.0, 0.0, 0.001]))
+    with staged(cpu, buffered=seed % 2 == 1) as stage:
+        run_mixed(stage)
+    cpu.close()

@@ -1,0 +1,265 @@
+"""The four steps of an engine: hooks come as they like, and every step ends in one known way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from oracle import Dims, MemoryTier, Oracle, require_rest, run_slots
+
+from lwkv.engine import CacheEngine, Request
+from lwkv.errors import RequestError
+from lwkv.platforms import Platform
+from lwkv.steps import LayerSteps, StepResult
+from lwkv.storage import Status
+
+CHUNK = 8
+LAYERS = 3
+ANY_ORDER = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+CACHED, FRESH = list(range(100, 120)), list(range(300, 320))
+INTO, FROM = run_slots(32, 20), run_slots(64, 20, backwards=True)
+HOOKS = st.tuples(st.sampled_from(["start", "wait", "save"]), st.integers(-1, LAYERS + 1))
+
+
+class Run:
+    """One engine with CACHED in it, and its steps."""
+
+    def __init__(self, oracle: Oracle, engine: CacheEngine) -> None:
+        self.oracle, self.engine, self.steps = oracle, engine, LayerSteps(engine)
+        oracle.compute(CACHED, run_slots(0, 20))
+        engine.store(CACHED, slot_mapping=run_slots(0, 20))
+        assert engine.flush()
+        oracle.zero(run_slots(0, 20))
+        self.loads = [Request(CACHED, INTO)]
+        self.stores = [Request(FRESH, FROM)]
+
+    def forward(self, waits: int = 1, saves: int = 1) -> None:
+        """One pass over the layers, with each hook called so many times."""
+        for layer in range(LAYERS):
+            for _ in range(waits):
+                self.steps.wait_for_layer_load(layer)
+            self.oracle.compute(FRESH, FROM, [layer])
+            for _ in range(saves):
+                self.steps.save_kv_layer(layer)
+
+    def require(self, result: StepResult, loaded: bool, stored: bool) -> None:
+        """The step's end is told rightly; loads are on the device in any case."""
+        assert [mask.tolist() for mask in result.loaded] == [[loaded and i < 16 for i in range(20)]]
+        assert result.stored is stored
+        self.oracle.expect(CACHED, INTO, [i < 16 for i in range(20)])
+        require_rest(self.engine)
+        assert self.engine.lookup(FRESH) == (16 if stored else 0)
+        self.oracle.check()
+
+
+@pytest.fixture
+def oracle(platform: Platform, device: torch.device) -> Oracle:
+    return Oracle(platform, device, dims=Dims(blocks=32))
+
+
+@pytest.fixture
+def run(oracle: Oracle) -> Iterator[Run]:
+    with oracle.engine(CHUNK) as engine:
+        yield Run(oracle, engine)
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+@pytest.mark.parametrize("waits", [1, 2])
+def test_each_hook_may_come_once_or_twice(run: Run, waits: int, saves: int) -> None:
+    run.steps.begin(run.loads, run.stores)
+    assert run.steps.start_load_kv() == [16]
+    assert run.steps.start_load_kv() == [16]
+    run.forward(waits, saves)
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
+def test_the_start_may_be_left_to_the_first_layer(run: Run) -> None:
+    run.steps.begin(run.loads, run.stores)
+    run.forward()
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_replayed_graph_calls_no_hook_so_nothing_is_trusted(run: Run, started: bool) -> None:
+    run.steps.begin(run.loads, run.stores)
+    if started:
+        assert run.steps.start_load_kv() == [16]
+    run.oracle.compute(FRESH, FROM)
+    run.require(run.steps.wait_for_save(), loaded=False, stored=False)
+
+
+@pytest.mark.parametrize("skipped", range(LAYERS))
+def test_a_layer_saved_before_its_load_was_waited_for_is_not_trusted(run: Run, skipped: int) -> None:
+    run.steps.begin(run.loads, run.stores)
+    for layer in range(LAYERS):
+        if layer != skipped:
+            run.steps.wait_for_layer_load(layer)
+        run.oracle.compute(FRESH, FROM, [layer])
+        run.steps.save_kv_layer(layer)
+    run.require(run.steps.wait_for_save(), loaded=False, stored=False)
+
+
+def test_saves_that_never_came_are_made_at_the_end(run: Run) -> None:
+    run.steps.begin(run.loads, run.stores)
+    run.forward(saves=0)
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+    run.steps.begin([Request(FRESH, INTO)], [])
+    run.steps.wait_for_layer_load(LAYERS - 1)
+    assert int(run.steps.wait_for_save().loaded[0].sum()) == 16
+    run.oracle.expect(FRESH, INTO, [i < 16 for i in range(20)])
+    run.oracle.check()
+
+
+@ANY_ORDER
+@given(st.lists(HOOKS, max_size=12))
+@example([("wait", 2), ("save", 2), ("save", 0), ("wait", 0), ("save", 1)])
+def test_hooks_in_any_order_end_the_step_and_an_unwaited_layer_is_never_trusted(
+    platform: Platform, device: torch.device, hooks: Sequence[tuple[str, int]]
+) -> None:
+    oracle = Oracle(platform, device, dims=Dims(blocks=32))
+    with oracle.engine(CHUNK) as engine:
+        run = Run(oracle, engine)
+        oracle.compute(FRESH, FROM)
+        run.steps.begin(run.loads, run.stores)
+        reached, trusted = -1, True
+        for name, layer in hooks:
+            if name == "start":
+                assert run.steps.start_load_kv() == [16]
+            elif name == "wait":
+                run.steps.wait_for_layer_load(layer)
+                reached = max(reached, layer)
+            else:
+                trusted &= reached >= layer or layer not in range(LAYERS)
+                run.steps.save_kv_layer(layer)
+        trusted &= reached >= LAYERS - 1
+        run.require(run.steps.wait_for_save(), loaded=trusted, stored=trusted)
+
+
+def test_a_layer_is_in_place_once_it_has_been_waited_for(run: Run) -> None:
+    run.steps.begin(run.loads, [])
+    run.steps.start_load_kv()
+    for layer in range(LAYERS):
+        run.steps.wait_for_layer_load(layer)
+        run.oracle.read(CACHED[:16], INTO[:16], layer)
+    run.require(run.steps.wait_for_save(), loaded=True, stored=False)
+
+
+def test_the_end_of_a_step_may_be_asked_for_twice(run: Run) -> None:
+    run.steps.begin(run.loads, run.stores)
+    run.forward()
+    result = run.steps.wait_for_save()
+    assert run.steps.wait_for_save() is result
+    run.require(result, loaded=True, stored=True)
+
+
+def test_a_step_may_have_nothing_to_do(run: Run) -> None:
+    run.steps.begin([], [])
+    assert run.steps.start_load_kv() == []
+    run.forward(waits=2, saves=2)
+    assert run.steps.wait_for_save() == StepResult([], stored=False)
+    require_rest(run.engine)
+
+
+def test_hooks_before_any_step_do_nothing(run: Run) -> None:
+    run.forward()
+    assert run.steps.wait_for_save() == StepResult([], stored=False)
+
+
+def test_a_step_without_loads_stores(run: Run) -> None:
+    run.steps.begin([], run.stores)
+    run.forward(waits=0)
+    assert run.steps.wait_for_save().stored
+    require_rest(run.engine)
+    assert run.engine.lookup(FRESH) == 16
+
+
+def test_a_step_that_misses_everything_still_stores(run: Run) -> None:
+    run.steps.begin([Request(list(range(20)), INTO)], run.stores)
+    assert run.steps.start_load_kv() == [0]
+    run.forward()
+    result = run.steps.wait_for_save()
+    assert (int(result.loaded[0].sum()), result.stored) == (0, True)
+    require_rest(run.engine)
+
+
+@pytest.mark.parametrize("hooks", range(LAYERS + 1))
+def test_beginning_anew_gives_the_unfinished_step_up(run: Run, hooks: int) -> None:
+    run.steps.begin(run.loads, run.stores)
+    for layer in range(hooks):
+        run.steps.wait_for_layer_load(layer)
+        run.steps.save_kv_layer(layer)
+    run.oracle.expect(CACHED, INTO, [i < 16 for i in range(20)], layers=range(min(LAYERS, 2 * hooks)))
+    run.steps.begin(run.loads, run.stores)
+    run.forward()
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
+def test_a_step_that_is_refused_leaves_the_one_before(run: Run) -> None:
+    run.steps.begin(run.loads, run.stores)
+    run.steps.start_load_kv()
+    wrong = Request(FRESH, FROM[:-1])
+    for loads, stores in (([wrong], []), ([], [wrong]), (run.loads, [wrong])):
+        with pytest.raises(RequestError):
+            run.steps.begin(loads, stores)
+    run.forward()
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_failed_load_is_told_and_nothing_of_its_step_is_stored(oracle: Oracle, layer: int) -> None:
+    tier = MemoryTier()
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        Run(oracle, engine)
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        tier.fails = lambda key: Status.ERROR if key.layer == layer else Status.OK
+        steps = LayerSteps(engine)
+        steps.begin([Request(CACHED, INTO)], [Request(FRESH, FROM)])
+        assert steps.start_load_kv() == [16]
+        for number in range(LAYERS):
+            steps.wait_for_layer_load(number)
+            oracle.compute(FRESH, FROM, [number])
+            steps.save_kv_layer(number)
+        result = steps.wait_for_save()
+        assert (int(result.loaded[0].sum()), result.stored) == (0, False)
+        oracle.forget(INTO, [i < 16 for i in range(20)])
+        require_rest(engine)
+        assert engine.lookup(FRESH) == 0
+        oracle.check()
+
+
+def test_requests_of_one_step_store_a_shared_prefix_once(run: Run) -> None:
+    tokens = [FRESH[:16] + [1] * 8, FRESH[:16] + [2] * 8]
+    requests = [Request(t, run_slots(32 * i, 24)) for i, t in enumerate(tokens)]
+    for request in requests:
+        run.oracle.compute(request.tokens, request.slot_mapping)
+    before = run.engine.stats()["chunks"]
+    run.steps.begin([], requests)
+    for layer in range(LAYERS):
+        run.steps.save_kv_layer(layer)
+    assert run.steps.wait_for_save().stored
+    require_rest(run.engine)
+    assert run.engine.stats()["chunks"] - before == 4
+
+
+def test_many_steps_follow_each_other(run: Run) -> None:
+    for number in range(5):
+        fresh = [1000 * (number + 1) + i for i in range(20)]
+        requests: dict[str, Any] = {"loads": run.loads, "stores": [Request(fresh, FROM)]}
+        run.oracle.zero(INTO)
+        run.steps.begin(**requests)
+        assert run.steps.start_load_kv() == [16]
+        for layer in range(LAYERS):
+            run.steps.wait_for_layer_load(layer)
+            run.oracle.compute(fresh, FROM, [layer])
+            run.steps.save_kv_layer(layer)
+        result = run.steps.wait_for_save()
+        assert result.stored
+        run.oracle.expect(CACHED, INTO, result.loaded[0])
+        run.oracle.check()
+    require_rest(run.engine)
