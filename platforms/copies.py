@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lwkv.platforms.protocol import CopyBatch
+from lwkv.platforms.protocol import CopyBatch, Int64s
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -33,6 +33,8 @@ def check_buffer(buffer: torch.Tensor) -> None:
 
 def check_runs(buffer: torch.Tensor, batch: CopyBatch) -> None:
     """Raise ValueError unless every run lies inside its slab and the buffer, where its address says."""
+    for name in ("slab_of", "host_offsets", "host_addresses", "device_offsets", "sizes"):
+        _check_array(name, getattr(batch, name), batch.sizes.size)
     starts = np.fromiter((slab.data_ptr() for slab in batch.slabs), np.int64, len(batch.slabs))
     lengths = np.fromiter((slab.numel() for slab in batch.slabs), np.int64, len(batch.slabs))
     wrong = starts[batch.slab_of] + batch.host_offsets != batch.host_addresses
@@ -41,6 +43,14 @@ def check_runs(buffer: torch.Tensor, batch: CopyBatch) -> None:
     wrong |= batch.device_offsets + batch.sizes > buffer.numel()
     if wrong.any():
         raise ValueError(_describe(buffer, batch, int(np.flatnonzero(wrong)[0])))
+
+
+def _check_array(name: str, array: Int64s, num_runs: int) -> None:
+    if array.dtype != np.int64 or array.shape != (num_runs,) or not array.flags.c_contiguous:
+        raise ValueError(
+            f"CopyBatch.{name} is {array.dtype} {array.shape} with strides {array.strides}; "
+            f"give it as packed int64 ({num_runs},)"
+        )
 
 
 def _describe(buffer: torch.Tensor, batch: CopyBatch, run: int) -> str:
