@@ -14,9 +14,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from lwkv.platforms.copies import check_buffer, check_copy
-from lwkv.platforms.host_memory import PAGE_BYTES, allocate_aligned, call_at_end, check_size, no_memory
+from lwkv.platforms.copies import check_buffer, check_copy, check_runs
+from lwkv.platforms.host_memory import (
+    PAGE_BYTES,
+    allocate_aligned,
+    call_at_end,
+    check_size,
+    is_byte_pinned,
+    no_memory,
+)
 from lwkv.platforms.protocol import CopyBatch, Event, Features, Stream
+from lwkv.platforms.stream_switch import StreamSwitch
 
 # What a device module without its driver, or built without it, raises.
 ABSENT = (AssertionError, AttributeError, ImportError, OSError, RuntimeError)
@@ -62,18 +70,18 @@ class Accelerator:
         self.module.set_device(device)
 
     def current_stream(self, device: torch.device) -> Stream:
-        return self.module.current_stream(device)
+        # An index is taken as it is; a device is looked into by way of the environment, for 4 us.
+        return self.module.current_stream(device if device.index is None else device.index)
 
     def new_stream(self, device: torch.device, high_priority: bool = False) -> Stream:
         # 0 and -1 are the only priorities that exist everywhere.
         return self.module.Stream(device, priority=-1 if high_priority else 0)
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.module.stream(self._own(stream))
-        return context
+        return StreamSwitch(self.module, self._own(stream))
 
     def as_native(self, stream: Stream, device: torch.device) -> Stream:
-        if isinstance(stream, self.module.Stream):
+        if self._is_own(stream):
             return stream
         if not isinstance(stream, torch.Stream) or stream.device.type != self.device_type:
             raise ValueError(f"got {stream!r} as a stream of {device}; give a torch or {self.name} stream")
@@ -129,7 +137,8 @@ class Accelerator:
         return memory[start : start + nbytes]
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
-        return memory.is_pinned()
+        first, nbytes = memory.data_ptr(), memory.nbytes
+        return nbytes > 0 and is_byte_pinned(first) and is_byte_pinned(first + nbytes - 1)
 
     def host_register(self, memory: torch.Tensor) -> bool:
         return self.features.host_register and self.register_range(memory.data_ptr(), memory.nbytes)
@@ -155,12 +164,14 @@ class Accelerator:
 
     def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
         check_buffer(buffer)
+        check_runs(buffer, batch)
         with self.use_stream(stream):
             for device, host in _runs(buffer, batch):
                 device.copy_(host, non_blocking=True)
 
     def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
         check_buffer(buffer)
+        check_runs(buffer, batch)
         with self.use_stream(stream):
             for device, host in _runs(buffer, batch):
                 host.copy_(device, non_blocking=True)
@@ -178,15 +189,28 @@ class Accelerator:
     def close(self) -> None:
         """Do nothing: device modules keep their streams for the process."""
 
+    @cached_property
+    def _own_kinds(self) -> set[type]:
+        """The stream classes found to be the module's; to ask it for every stream of every layer is slow."""
+        return set()
+
+    def _is_own(self, stream: Stream) -> bool:
+        if type(stream) in self._own_kinds:
+            return True
+        if not isinstance(stream, self.module.Stream):
+            return False
+        self._own_kinds.add(type(stream))
+        return True
+
     def _own(self, stream: Stream) -> Stream:
         # An object of another family crashes some modules and makes others drop the dependency.
-        if not isinstance(stream, self.module.Stream):
+        if not self._is_own(stream):
             raise ValueError(f"got {stream!r}, not a stream of {self.name}; convert it with as_native")
         return stream
 
     def _alloc_with_torch(self, nbytes: int) -> torch.Tensor:
         try:
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except (MemoryError, RuntimeError) as error:
             raise no_memory(nbytes) from error
         if not self.is_pinned(memory):

@@ -64,7 +64,8 @@ class CUDA(Accelerator):
         return driver.copy_batch(to, source, batch.sizes, stream.cuda_stream, any_order=False)
 
     def _batching(self, batch: CopyBatch, stream: Stream) -> CudaDriver | None:
-        if batch.sizes.size < 2 or not self.features.batch_copy:
+        # The driver refuses batches of nothing.
+        if not (batch.sizes.size and self.features.batch_copy):
             return None
         return None if self.stream_handle(stream) in _LEGACY_HANDLES else self.driver
 

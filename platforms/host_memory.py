@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 
 PAGE_BYTES = 4096
+
+_Byte = ctypes.c_ubyte * 1
 
 
 def allocate_aligned(nbytes: int) -> tuple[torch.Tensor, np.ndarray]:
@@ -22,6 +25,12 @@ def call_at_end(owner: np.ndarray, work: Callable[[], object]) -> None:
     """Call `work` when the last tensor over `owner` is gone, just before its memory is."""
     # At exit tensors are still in use, and the process takes its memory with it.
     weakref.finalize(owner, work).atexit = False
+
+
+def is_byte_pinned(address: int) -> bool:
+    """Whether torch's current accelerator has the host memory at `address` page-locked."""
+    # torch looks up where a tensor's storage begins, not the tensor; so the byte gets a storage of its own.
+    return torch.frombuffer(_Byte.from_address(address), dtype=torch.uint8).is_pinned()
 
 
 def check_size(nbytes: int) -> None:

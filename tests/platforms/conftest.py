@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,56 +15,95 @@ from lwkv.platforms import registry
 BEHAVIOUR: dict[str, Callable[[], Any]] = {
     "is_available": lambda: True,
     "device_count": lambda: 2,
-    "current_device": lambda: 1,
-    "stream": nullcontext,
     "mem_get_info": lambda: (3, 7),
     "Event.query": lambda: True,
     "Event.elapsed_time": lambda: 1.5,
 }
+ATTRIBUTES = {"device_index": property(lambda stream: stream.index)}  # 0xBEEF stands for all others
+
+
+class CurrentOfThread(threading.local):
+    """The current device of a thread and its current stream on every device used so far."""
+
+    def __init__(self) -> None:
+        self.device = 1
+        self.streams: dict[int, Any] = {}
 
 
 class StubModule:
     """A device module with exactly the functions, classes and signatures given; anything else raises.
 
     Methods are named `Class.method`, attributes of objects `Class.attribute` with the signature None.
-    `calls` lists what was called, in order.
+    `calls` lists what was called, in order. Every thread starts on device 1; making a stream current makes
+    its device current.
     """
 
     def __init__(self, name: str, signatures: Mapping[str, inspect.Signature | None]) -> None:
         self._name, self._signatures = name, signatures
         self.calls: list[str] = []
-        self.Stream = self._make_class("Stream")
+        self.Stream = self._stream_class = self._make_class("Stream")
         self.Event = self._make_class("Event")
-        self._first_stream = self.Stream()
-        self.calls.clear()
-
-    def current_stream(self, *arguments: Any, **options: Any) -> Any:
-        self._check("current_stream", *arguments, **options)
-        return self._first_stream
+        self._current = CurrentOfThread()
+        self._first_streams = [self._make_first(index) for index in range(2)]
 
     def __getattr__(self, name: str) -> Any:
         if name not in self._signatures:
             raise AttributeError(f"torch.{self._name} has no {name!r}")
-        return lambda *arguments, **options: self._check(name, *arguments, **options)
+        return getattr(self, f"_do_{name}", lambda *rest, **options: self._check(name, *rest, **options))
+
+    def _do_current_device(self, *arguments: Any, **options: Any) -> int:
+        self._check("current_device", *arguments, **options)
+        return self._current.device
+
+    def _do_set_device(self, *arguments: Any, **options: Any) -> None:
+        self._current.device = self._index_in("set_device", *arguments, **options)
+
+    def _do_current_stream(self, *arguments: Any, **options: Any) -> Any:
+        index = self._index_in("current_stream", *arguments, **options)
+        return self._current.streams.get(index, self._first_streams[index])
+
+    def _do_set_stream(self, *arguments: Any, **options: Any) -> None:
+        self._check("set_stream", *arguments, **options)
+        (stream,) = self._bind("set_stream", *arguments, **options).values()
+        self._current.device = stream.index
+        self._current.streams[stream.index] = stream
 
     def _check(self, name: str, *arguments: Any, **options: Any) -> Any:
-        signature = self._signatures[name]
-        assert signature is not None
-        signature.bind(*arguments, **options)
+        self._bind(name, *arguments, **options)
         self.calls.append(name)
         return BEHAVIOUR.get(name, lambda: None)()
 
+    def _bind(self, name: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        signature = self._signatures[name]
+        assert signature is not None
+        return signature.bind(*arguments, **options).arguments
+
+    def _index_in(self, name: str, *arguments: Any, **options: Any) -> int:
+        """The device that a call names by index or device, or else the current one."""
+        self._check(name, *arguments, **options)
+        device = self._bind(name, *arguments, **options).get("device")
+        index = device if isinstance(device, int) else getattr(device, "index", None)
+        return self._current.device if index is None else index
+
+    def _make_first(self, index: int) -> Any:
+        stream = object.__new__(self._stream_class)
+        stream.index = index
+        return stream
+
     def _make_class(self, name: str) -> type:
-        members: dict[str, Any] = {"__init__": self._method(name, takes_self=False)}
+        def make(this: Any, *arguments: Any, **options: Any) -> None:
+            this.index = self._index_in(name, *arguments, **options)
+
+        members: dict[str, Any] = {"__init__": make}
         for known, signature in self._signatures.items():
             owner, _, member = known.partition(".")
             if owner == name and member:
-                members[member] = self._method(known, takes_self=True) if signature else 0xBEEF
+                members[member] = self._method(known) if signature else ATTRIBUTES.get(member, 0xBEEF)
         return type(name, (), members)
 
-    def _method(self, name: str, takes_self: bool) -> Callable[..., Any]:
+    def _method(self, name: str) -> Callable[..., Any]:
         def method(this: object, *arguments: Any, **options: Any) -> Any:
-            return self._check(name, *((this,) if takes_self else ()), *arguments, **options)
+            return self._check(name, this, *arguments, **options)
 
         return method
 

@@ -73,6 +73,8 @@ class FakeLibrary:
     def batch_of_13(self, to: int, source: int, sizes: int, count: int, *rest: Any) -> int:
         attributes, firsts, entries, stream = rest
         assert (entries, firsts[0], attributes[0].flags) == (1, 0, 0)
+        assert count >= entries, "the driver refuses a batch of nothing"
+        assert stream not in (None, 0, 1), "the driver refuses the legacy default stream"
         self.stacks.append(list(self.contexts))
         runs = list(zip(numbers(to, count), numbers(source, count), numbers(sizes, count), strict=True))
         self.batches.append((runs, attributes[0].order, stream))
@@ -116,7 +118,7 @@ def runs_of(batch: CopyBatch, buffer: torch.Tensor) -> list[tuple[int, int, int]
 
 def torch_cuda() -> Mapping[str, inspect.Signature | None]:
     functions = (
-        "is_available", "device_count", "current_device", "set_device", "current_stream", "stream",
+        "is_available", "device_count", "current_device", "set_device", "current_stream", "set_stream",
         "synchronize", "mem_get_info",
     )  # fmt: skip
     found: dict[str, inspect.Signature | None] = {
@@ -129,7 +131,7 @@ def torch_cuda() -> Mapping[str, inspect.Signature | None]:
         found[kind] = made.replace(parameters=list(made.parameters.values())[1:])
         for name in names:
             found[f"{kind}.{name}"] = inspect.signature(getattr(getattr(torch.cuda, kind), name))
-    return {**found, "Stream.cuda_stream": None}
+    return {**found, "Stream.cuda_stream": None, "Stream.device_index": None}
 
 
 @pytest.fixture
@@ -194,8 +196,18 @@ def test_a_save_copies_from_device_to_host_always_in_stream_order(cuda: CUDA, li
     assert library.batches == [(expected, ORDER_STREAM, 0xBEEF)]
 
 
-@pytest.mark.parametrize(("handle", "runs"), [(0, 2), (1, 2), (0xBEEF, 1), (0xBEEF, 0)])
-def test_the_default_stream_and_single_runs_take_plain_copies(
+def test_a_single_run_takes_the_batch_call_too(cuda: CUDA, library: FakeLibrary) -> None:
+    stream, buffer = cuda.new_stream(torch.device("cuda", 0)), torch.zeros(64, dtype=torch.uint8)
+    batch = batch_of(torch.zeros(64, dtype=torch.uint8), runs=1)
+    cuda.load_batch(buffer, batch, stream)
+    cuda.save_batch(buffer, batch, stream)
+    ((device, host, size),) = runs_of(batch, buffer)
+    expected = [[(device, host, size)], [(host, device, size)]]
+    assert library.batches == [(runs, ORDER_STREAM, 0xBEEF) for runs in expected]
+
+
+@pytest.mark.parametrize(("handle", "runs"), [(0, 2), (1, 2), (0, 1), (0xBEEF, 0)])
+def test_the_default_stream_and_batches_of_nothing_take_plain_copies(
     cuda: CUDA, library: FakeLibrary, handle: int, runs: int
 ) -> None:
     stream = cuda.new_stream(torch.device("cuda", 0))

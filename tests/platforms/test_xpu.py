@@ -12,7 +12,7 @@ import torch
 from lwkv.platforms.xpu import XPU
 
 FUNCTIONS = [
-    "is_available", "device_count", "current_device", "set_device", "current_stream", "stream",
+    "is_available", "device_count", "current_device", "set_device", "current_stream", "set_stream",
     "synchronize", "mem_get_info",
 ]  # fmt: skip
 METHODS = [
@@ -33,7 +33,7 @@ def signatures_of_torch_xpu() -> Mapping[str, inspect.Signature | None]:
     for name in METHODS:
         kind, _, method = name.partition(".")
         found[name] = inspect.signature(getattr(getattr(torch.xpu, kind), method))
-    return {**found, "Stream.sycl_queue": None}
+    return {**found, "Stream.sycl_queue": None, "Stream.device_index": None}
 
 
 def test_every_call_fits_the_installed_torch(
@@ -43,8 +43,9 @@ def test_every_call_fits_the_installed_torch(
     use_everything(XPU(), DEVICE)
 
 
-def test_the_handle_is_the_one_that_torch_names() -> None:
+def test_the_attributes_are_the_ones_that_torch_names() -> None:
     assert "self.sycl_queue" in inspect.getsource(torch.xpu.Stream)
+    assert "stream.device_index" in inspect.getsource(torch.xpu.set_stream)
 
 
 def test_a_stub_refuses_what_torch_xpu_does_not_know(make_stub: Callable[..., Any]) -> None:
