@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -134,17 +135,25 @@ class HostPool:
             pages: int64 (layers, chunks), chunks > 0. sizes: int64 (chunks,), bytes.
         """
         starts = self._run_starts(pages, sizes, device_stride)
-        if (starts != starts[:1]).any():
-            return [self.copy_batches(row[None], sizes, device_stride)[0] for row in pages]
-        first = np.flatnonzero(starts[0])
-        slab_of, inner = np.divmod(np.ascontiguousarray(pages[:, first]), self._span)
+        first = np.flatnonzero(starts)
+        slab_of, inner = np.divmod(pages.ravel()[first], self._span)
         offsets = inner * self.page_stride
         addresses = self._bases[slab_of] + offsets
-        on_device, bytes_of_run = first * device_stride, np.add.reduceat(sizes, first)
+        on_device = first % pages.shape[1] * device_stride
+        bytes_of_run = np.add.reduceat(np.tile(sizes, len(pages)), first)
+        ends = [0, *np.cumsum(starts.sum(axis=1)).tolist()]
         # Stable: pages are loaded from only after the host has seen their last save end.
         return [
-            CopyBatch(self._slabs, *host, on_device, bytes_of_run, stable=True)
-            for host in zip(slab_of, offsets, addresses, strict=True)
+            CopyBatch(
+                self._slabs,
+                slab_of[a:b],
+                offsets[a:b],
+                addresses[a:b],
+                on_device[a:b],
+                bytes_of_run[a:b],
+                True,
+            )
+            for a, b in pairwise(ends)
         ]
 
     def close(self) -> None:
