@@ -9,9 +9,12 @@ from functools import partial
 
 import torch
 
-from lwkv.benchmarks.bed import Bed
+from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.timing import gb_per_s, median_ms
 from lwkv.platforms import Platform
+
+
+NEW_PROMPTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,10 @@ def measure_moves(bed: Bed, repeats: int) -> Moves:
     engine, device = bed.engine, bed.device
     measure = partial(median_ms, bed.platform, device, repeats=repeats)
     num_bytes = bed.shape.kv_bytes(bed.num_tokens)
-    numbers = itertools.count(1)
+    # New token ids each time: what is stored under a key stays as it was.
+    numbers = itertools.count(NEW_PROMPTS)
     bed.fill()
-    kept = bed.prompt(0)
+    kept = bed.prompt(next(numbers))
     bed.store(kept)
 
     def load() -> None:
@@ -72,7 +76,7 @@ def measure_moves(bed: Bed, repeats: int) -> Moves:
         engine.flush()
 
     def both() -> None:
-        for _ in _alternate(bed, next(numbers)):
+        for _ in _alternate(bed, kept, bed.prompt(next(numbers))):
             pass
         engine.flush()
 
@@ -86,10 +90,10 @@ def measure_moves(bed: Bed, repeats: int) -> Moves:
     )
 
 
-def _alternate(bed: Bed, number: int) -> Iterator[None]:
-    """One load and one store, a layer of each in turn."""
-    loading = bed.engine.retrieve_layer(bed.prompt(0), slot_mapping=bed.target, sync=False)
-    storing = bed.engine.store_layer(bed.prompt(number), slot_mapping=bed.source)
+def _alternate(bed: Bed, kept: Slots, new: Slots) -> Iterator[None]:
+    """Load one prompt and store another, a layer of each in turn."""
+    loading = bed.engine.retrieve_layer(kept, slot_mapping=bed.target, sync=False)
+    storing = bed.engine.store_layer(new, slot_mapping=bed.source)
     next(loading)
     for _ in range(bed.shape.num_layers + 1):
         next(loading)

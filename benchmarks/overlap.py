@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +40,7 @@ class HostTimes:
     """Seconds the host spent in the hooks, call by call."""
 
     waits: list[float] = field(default_factory=list)
+    saves: list[float] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
 
 
@@ -45,6 +48,7 @@ class HostTimes:
 def measure_overlap(bed: Bed, suffix: int, repeats: int) -> Overlap:
     """Measure a suffix of `suffix` tokens over the bed's stored prompt 0."""
     stack = Stack(bed.shape, bed.num_tokens, suffix, bed.device)
+    bed.store(bed.prompt(0))
     steps, hosts = LayerSteps(bed.engine), HostTimes()
     request = Request(bed.prompt(0), bed.target[: bed.num_tokens])
 
@@ -56,9 +60,8 @@ def measure_overlap(bed: Bed, suffix: int, repeats: int) -> Overlap:
 
     def layerwise() -> None:
         steps.begin([request], [])
-        start = time.perf_counter()
-        steps.start_load_kv()
-        hosts.starts.append(time.perf_counter() - start)
+        with _timed(hosts.starts):
+            steps.start_load_kv()
         _forward(stack, steps, hosts)
         steps.wait_for_save()
 
@@ -101,18 +104,27 @@ def measure_store_cost(bed: Bed, repeats: int) -> StoreCost:
     plain = median_ms(bed.platform, bed.device, without, repeats)
     with_store = median_ms(bed.platform, bed.device, storing, repeats, before=bed.engine.flush)
     again = median_ms(bed.platform, bed.device, without, repeats)
-    return StoreCost(bed.num_tokens, (plain + again) / 2, with_store, statistics.median(hosts.waits) * 1e6)
+    return StoreCost(bed.num_tokens, (plain + again) / 2, with_store, statistics.median(hosts.saves) * 1e6)
 
 
 def _forward(stack: Stack, steps: LayerSteps | None, hosts: HostTimes) -> torch.Tensor:
     x = stack.input
     for layer in range(stack.shape.num_layers):
+        # As in vLLM: keys and values of the new tokens first, then the wait, then attention.
+        q = stack.project(layer, x)
         if steps is not None:
-            start = time.perf_counter()
-            steps.wait_for_layer_load(layer)
-            hosts.waits.append(time.perf_counter() - start)
-        x = stack.attend(layer, x)
+            with _timed(hosts.waits):
+                steps.wait_for_layer_load(layer)
+        x = stack.attend(layer, x, q)
         if steps is not None:
-            steps.save_kv_layer(layer)
+            with _timed(hosts.saves):
+                steps.save_kv_layer(layer)
         x = stack.mix(layer, x)
     return x
+
+
+@contextmanager
+def _timed(times: list[float]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    times.append(time.perf_counter() - start)

@@ -37,11 +37,16 @@ class Stack:
         self._norm = torch.ones(hidden, dtype=shape.dtype, device=device)
         self.input = random(num_new, hidden)
 
-    def attend(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """The attention half of a layer, x (num_new, hidden)."""
-        shape, (qkv, out, _, _) = self.shape, self._weights[layer % NUM_WEIGHT_SETS]
+    def project(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Queries of a layer, (1, num_new, heads, head_size), of x, (num_new, hidden)."""
+        shape, (qkv, _, _, _) = self.shape, self._weights[layer % NUM_WEIGHT_SETS]
         heads = F.rms_norm(x, (shape.hidden,), self._norm) @ qkv.T
-        q = heads[:, : shape.num_heads * shape.head_size].view(1, len(x), shape.num_heads, shape.head_size)
+        q = heads[:, : shape.num_heads * shape.head_size]
+        return q.view(1, len(x), shape.num_heads, shape.head_size)
+
+    def attend(self, layer: int, x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """x with the attention of its queries added."""
+        _, out, _, _ = self._weights[layer % NUM_WEIGHT_SETS]
         mixed = F.scaled_dot_product_attention(q.transpose(1, 2), self._k, self._v, enable_gqa=True)
         return x + mixed.transpose(1, 2).reshape(len(x), -1) @ out.T
 

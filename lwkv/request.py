@@ -113,18 +113,21 @@ def _as_slots(slot_mapping: Any, num_tokens: int, num_slots: int) -> Int64s:
             f"{num_tokens} tokens"
         )
     slots = slots.astype(np.int64)
-    wrong = slots[(slots < NO_SLOT) | (slots >= num_slots)]
-    if len(wrong):
-        raise RequestError(
-            f"slot {wrong[0]} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
-        )
-    _refuse_repeats(slots[slots != NO_SLOT])
+    lowest, highest = (int(slots.min()), int(slots.max())) if num_tokens else (0, 0)
+    for extreme in (lowest, highest):
+        if not NO_SLOT <= extreme < num_slots:
+            raise RequestError(
+                f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
+            )
+    _refuse_repeats(slots if lowest >= 0 else slots[slots != NO_SLOT])
     return slots
 
 
 def _refuse_repeats(slots: Int64s) -> None:
-    """Raise RequestError if a slot occurs twice. Slots come in runs, at least one a block: those are sorted."""
-    starts = np.flatnonzero(np.diff(slots, prepend=NO_SLOT - 1) != 1)
+    """Raise RequestError if a slot occurs twice. Slots come in runs, a block or more: those are sorted."""
+    if not len(slots):
+        return
+    starts = np.append(0, np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1)
     lengths = np.diff(starts, append=len(slots))
     first = slots[starts]
     order = np.argsort(first)

@@ -141,7 +141,7 @@ class BatchRetrieval:
             self._load = self._connector.begin_load(transfer)
             if len(known) == len(pages):
                 self._known = np.concatenate(known, axis=1)
-                self._connector.prepare(self._load, self._known)
+                self._connector.prepare_load(self._load, self._known)
         except OUT_OF_MEMORY as error:
             self._give_up(error)
         if self._known is None:

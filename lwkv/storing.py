@@ -87,7 +87,7 @@ class BatchStoring:
     def _begin(self, transfer: Transfer, pages: Int64s) -> None:
         try:
             self._save = self._connector.begin_save(transfer)
-            self._connector.prepare(self._save, pages)
+            self._connector.prepare_save(self._save, pages)
         except OUT_OF_MEMORY as error:
             self._give_up(error)
 

@@ -38,6 +38,8 @@ class Transfer:
     @classmethod
     def join(cls, transfers: Sequence[Transfer]) -> Transfer:
         """One transfer that moves the chunks of several, in their order."""
+        if len(transfers) == 1:
+            return transfers[0]
         empty = np.zeros(0, np.int64)
         return cls(
             np.concatenate([empty, *(transfer.chunk_tokens for transfer in transfers)]),

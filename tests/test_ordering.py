@@ -420,7 +420,8 @@ def test_without_the_wait_the_bytes_are_wrong(cpu: CPU, name: str, monkeypatch: 
         keep(owner, wait)
         monkeypatch.setattr(owner, wait, nothing)
 
-    with pytest.raises(AssertionError, match="expected"):
+    # A table of rows that is read before it has been uploaded is nonsense, which torch may notice first.
+    with pytest.raises((AssertionError, IndexError), match="expected|out of bounds"):
         WAITS[name](cpu, remove)
 
 

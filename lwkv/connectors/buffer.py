@@ -34,10 +34,10 @@ class BufferedLoad(Load):
         num_flushed: layers that have been waited for and flushed.
     """
 
-    buffers: Sequence[PagedLayer]
-    rows_of: Int64s
-    places: torch.Tensor | None
-    turn: Turn | None
+    buffers: Sequence[PagedLayer] = ()
+    rows_of: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    places: torch.Tensor | None = None
+    turn: Turn | None = None
     filled: list[tuple[Plan, torch.Tensor | None]] = field(default_factory=list)
     num_flushed: int = 0
 
@@ -69,7 +69,7 @@ class BufferConnector(PagedConnector):
             if layer.tokens_per_row != 1 or _shape(layer) != _shape(first):
                 raise LayoutError(
                     f"layer {layer.name!r} ({layer.page_format}, {_shape(layer)}) cannot be blended: that "
-                    f"needs addressable tokens and the same heads and dtype in every layer, as {_shape(first)}"
+                    f"needs addressable tokens, and heads and dtype as in the first layer: {_shape(first)}"
                 )
 
     def set_rope(self, rope: Rope) -> None:
@@ -77,7 +77,7 @@ class BufferConnector(PagedConnector):
         self._rope = rope
 
     def begin_load(self, transfer: Transfer, shift: Int64s | None = None) -> BufferedLoad:
-        """Start a batch of loads; `shift`, int64 (tokens,), is each token's new position less its stored one.
+        """Start loads; `shift`, int64 (tokens,), is each token's new position less its stored one.
 
         Raises:
             RequestError: `shift` without `set_rope`, or of another length than the transfer's slots.
@@ -88,7 +88,9 @@ class BufferConnector(PagedConnector):
         num_rows = int(moved.sum())
         turn = None if shift is None else self._turn(load.plan, shift, moved)
         places = _send_places(load.plan, rows_of)
-        return BufferedLoad(load.plan, load.arrived, self._new_buffers(num_rows), rows_of, places, turn)
+        return BufferedLoad(
+            load.plan, load.arrived, load.fetched, self._new_buffers(num_rows), rows_of, places, turn
+        )
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         load = _buffered(load)

@@ -11,12 +11,16 @@ from lwkv.platforms import Event, Platform
 
 @dataclass(slots=True, eq=False)
 class StagingBuffer:
-    """Device memory, uint8 (bytes,), with the events of the two streams that pass it back and forth."""
+    """Device memory, uint8 (bytes,), with the events of the two streams that pass it back and forth.
+
+    `owner` is the batch whose bytes it was filled with last.
+    """
 
     memory: torch.Tensor
     filled: Event
     emptied: Event
     used: bool = False
+    owner: object = None
 
 
 class Lane:
@@ -43,12 +47,20 @@ class Lane:
         self._turn = 0
         self._wait_for_allocator(device)
 
-    def next_to_fill(self) -> StagingBuffer:
-        """The buffer whose turn it is; the filling stream has been made to wait until it is empty."""
+    @property
+    def num_buffers(self) -> int:
+        return len(self._buffers)
+
+    def next_to_fill(self, owner: object) -> StagingBuffer:
+        """The buffer whose turn it is; the filling stream has been made to wait until it is empty.
+
+        One that was filled and not passed on is filled anew: its owner sees that it lost it.
+        """
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         if buffer.used:
             self._wait_emptied(buffer)
+        buffer.owner = owner
         return buffer
 
     def pass_on(self, buffer: StagingBuffer) -> None:

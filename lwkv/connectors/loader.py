@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from lwkv.connectors.lane import Lane
+from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan, Slice
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import Event, Platform
+from lwkv.platforms import CopyBatch, Event, Platform
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
 
@@ -20,46 +21,58 @@ Write = Callable[[PagedLayer, torch.Tensor, Slice], None]
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One batch on its way to the device. `arrived[i]` is layer i's event, None until the layer is queued."""
+    """One batch on its way to the device.
+
+    Attributes:
+        arrived: layer i's event, None until the layer is queued.
+        fetched: staging buffers with the first slices in order, whose copies were queued ahead.
+    """
 
     plan: Plan
     arrived: list[Event | None]
+    fetched: deque[StagingBuffer] = field(default_factory=deque)
 
 
 class Loader:
     """Queues loads on its lane; the host never waits for the device here."""
 
-    def __init__(
-        self,
-        platform: Platform,
-        device: torch.device,
-        lane: Lane,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, platform: Platform, device: torch.device, lane: Lane, timeline: Timeline) -> None:
         self._platform = platform
         self._device = device
         self._lane = lane
         self._timeline = timeline
+        self._spare: list[Event] = []
 
     def begin(self, plan: Plan, num_layers: int) -> Load:
         """Start a batch: nothing of it is written before what the current stream holds now is done."""
         self._wait_for_readers()
         return Load(plan, [None] * num_layers)
 
+    def fetch(self, load: Load, layers: Sequence[PagedLayer], pages: Int64s) -> None:
+        """Queue the first copies, as many as fit the staging, while the host prepares the rest.
+
+        Pages are int64 (layers, chunks), all known.
+        """
+        for number, layer in enumerate(layers):
+            for batch in load.plan.copies(number, layer, pages[number]):
+                if len(load.fetched) == self._lane.num_buffers:
+                    return
+                load.fetched.append(self._fetch(load, batch))
+
     def queue(self, load: Load, layer: int, target: PagedLayer, pages: Int64s, write: Write) -> None:
         """Queue copy and kernel of one layer.
 
         Args:
             target: the layer written to.
-            pages: int64 (chunks,), the host page of each chunk of the plan; they stay in use until `copied`.
+            pages: int64 (chunks,), the host page of each chunk of the plan, in use until what `end` gives
+                has returned.
             write: queues nothing itself; moves a slice from a staging buffer into `target` when it runs.
         """
         lane = self._lane
         recording = self._timeline.span("load", layer, lane.copies)
         copies = load.plan.copies(layer, target, pages)
         for part, batch in zip(load.plan.slices(target), copies, strict=True):
-            buffer = lane.next_to_fill()
-            self._platform.load_batch(buffer.memory, batch, lane.copies)
+            buffer = self._fetched(load) or self._fetch(load, batch)
             lane.pass_on(buffer)
             self._platform.launch(lane.kernels, partial(write, target, buffer.memory, part))
             lane.take_back(buffer)
@@ -74,16 +87,33 @@ class Loader:
         self._platform.wait_event(self._platform.current_stream(self._device), event)
 
     def end(self, load: Load) -> Callable[[], None]:
-        """Return a blocking call that returns once no queued copy reads the batch's host pages any more."""
+        """Return a blocking call that returns once no queued copy reads the batch's host pages any more.
+
+        The batch cannot be waited for any more: its events serve the next one.
+        """
+        self._spare += [event for event in load.arrived if event is not None]
+        load.arrived = [None] * len(load.arrived)
+        if load.fetched:
+            self._platform.wait_stream(self._lane.kernels, self._lane.copies)
         event = self._platform.new_event(blocking=True)
         self._platform.record(event, self._lane.kernels)
         return partial(self._platform.synchronize_event, event)
+
+    def _fetch(self, load: Load, batch: CopyBatch) -> StagingBuffer:
+        buffer = self._lane.next_to_fill(load)
+        self._platform.load_batch(buffer.memory, batch, self._lane.copies)
+        return buffer
+
+    def _fetched(self, load: Load) -> StagingBuffer | None:
+        """The staging with the slice whose turn it is, if it was fetched and no other batch took it since."""
+        buffer = load.fetched.popleft() if load.fetched else None
+        return buffer if buffer is not None and buffer.owner is load else None
 
     def _wait_for_readers(self) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.
         self._platform.wait_stream(self._lane.kernels, self._platform.current_stream(self._device))
 
     def _mark(self) -> Event:
-        event = self._platform.new_event()
+        event = self._spare.pop() if self._spare else self._platform.new_event()
         self._platform.record(event, self._lane.kernels)
         return event

@@ -132,9 +132,15 @@ class PagedConnector:
         plan = self._plan(transfer, self._uploads(self._load_lane.kernels))
         return self._loader.begin(plan, self.num_layers)
 
-    def prepare(self, batch: Load | Save, pages: Int64s) -> None:
-        """Make the copies of every layer ahead; pages are int64 (layers, chunks), as they will be given."""
-        batch.plan.prepare(self.layers, pages)
+    def prepare_load(self, load: Load, pages: Int64s) -> None:
+        """Queue the first copies, make the others; pages are int64 (layers, chunks), as they will be given."""
+        with self._lock:
+            self._loader.fetch(load, self.layers, pages)
+        load.plan.prepare(self.layers, pages)
+
+    def prepare_save(self, save: Save, pages: Int64s) -> None:
+        """Make the copies of all layers; pages are int64 (layers, chunks), as they will be given."""
+        save.plan.prepare(self.layers, pages)
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         """Queue one layer: pages are int64 (chunks,), in use until what `end_load` returned has returned."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -23,20 +24,21 @@ def page_shape(layer: PagedLayer, chunk_size: int) -> PageShape:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Chunks [first, last) of a transfer, which fit a staging buffer, and the rows of them that are moved.
+    """The rows that are moved of the chunks of one staging buffer.
 
     These are rows [first_row, last_row) of all that the transfer moves.
     """
 
-    first: int
-    last: int
     first_row: int
     last_row: int
     rows: Rows
 
 
 class Plan:
-    """The slices of a transfer for every page shape that the layers have, made and uploaded on first use."""
+    """A transfer cut into slices of as many chunks as a staging buffer holds.
+
+    The copies need nothing of the device; the rows, made and uploaded on first use, come after them.
+    """
 
     def __init__(
         self, transfer: Transfer, uploads: Uploads, pool: HostPool, chunk_size: int, chunks_per_slice: int
@@ -45,12 +47,12 @@ class Plan:
         self.uploads = uploads
         self._pool = pool
         self._chunk_size = chunk_size
-        self._prepared: dict[int, list[CopyBatch]] = {}
         self._chunks_per_slice = chunks_per_slice
         self._slices: dict[PageShape, list[Slice]] = {}
+        self._prepared: dict[int, list[CopyBatch]] = {}
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
-        """What to move of `layer`, a staging buffer at a time."""
+        """The rows of `layer` to move, a staging buffer at a time."""
         shape = page_shape(layer, self._chunk_size)
         if shape not in self._slices:
             self._slices[shape] = self._make_slices(shape)
@@ -58,19 +60,21 @@ class Plan:
 
     def prepare(self, layers: Sequence[PagedLayer], pages: Int64s) -> None:
         """Make the copies of all layers now: cheaper than one by one. Pages are int64 (layers, chunks)."""
-        first = layers[0]
-        if all(self._kind(layer) == self._kind(first) for layer in layers):
-            batches = [self._batches(part, first, pages) for part in self.slices(first)]
+        if all(self._kind(layer) == self._kind(layers[0]) for layer in layers):
+            batches = [self._batches(first, layers[0], pages) for first in self._firsts()]
             self._prepared = dict(enumerate(map(list, zip(*batches, strict=True))))
 
     def copies(self, number: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
         """The copies of one layer, a batch for each slice; `pages`, int64 (chunks,), unless prepared."""
         if number in self._prepared:
             return self._prepared[number]
-        return [self._batches(part, layer, pages[None])[0] for part in self.slices(layer)]
+        return [self._batches(first, layer, pages[None])[0] for first in self._firsts()]
 
-    def _batches(self, part: Slice, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
-        chunks = slice(part.first, part.last)
+    def _firsts(self) -> range:
+        return range(0, self.transfer.num_chunks, self._chunks_per_slice)
+
+    def _batches(self, first: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
+        chunks = slice(first, first + self._chunks_per_slice)
         sizes = self.transfer.page_rows(page_shape(layer, self._chunk_size))[chunks] * layer.row_bytes
         return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(self._chunk_size))
 
@@ -79,12 +83,5 @@ class Plan:
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         table, bounds = self.transfer.rows(shape, self._chunks_per_slice)
-        if not table.size:
-            return []
-        on_device = self.uploads.send(torch.from_numpy(table))
-        step, end = self._chunks_per_slice, self.transfer.num_chunks
-        return [
-            Slice(first, min(first + step, end), a, b, Rows(*on_device[:, a:b].unbind()))
-            for first, a, b in zip(range(0, end, step), bounds[:-1], bounds[1:], strict=True)
-            if b > a
-        ]
+        on_device = self.uploads.send(torch.from_numpy(table)) if table.size else torch.from_numpy(table)
+        return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]

@@ -82,19 +82,23 @@ class _Launch:
         k, _ = self._views = views
         self._kernel, self._across = kernel, across
         self._compiled: Any = None
+        self._takes_addresses = False
         self._row_bytes, self._num_rows = layer.row_bytes, layer.num_rows
         self._down, self._columns = _tile(across)
         self._constants = (*k.shape[1:], *k.stride()[:3], *constants, self._down, self._columns, layer.parts)
 
     def __call__(self, staging: Tensor, rows: Rows, tables: tuple[Tensor, ...]) -> None:
         count = rows.slots.shape[0]
-        arguments = (
-            *(*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables),
-            *(count, self._num_rows, staging.numel() // self._row_bytes, *self._constants),
-        )
+        pointers: tuple[Any, ...] = (*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables)
+        numbers = (count, self._num_rows, staging.numel() // self._row_bytes, *self._constants)
         if self._compiled is None:
-            self._compiled = _compile(self._kernel, arguments)
-        self._compiled[-(-count // self._down), -(-self._across // self._columns), 1](*arguments)
+            self._compiled = _compile(self._kernel, (*pointers, *numbers))
+            self._takes_addresses = self._compiled is not self._kernel
+        if self._takes_addresses:
+            # The launcher asks the driver about every tensor, and takes an address as it is.
+            pointers = tuple(tensor.data_ptr() for tensor in pointers)
+        grid = -(-count // self._down), -(-self._across // self._columns), 1
+        self._compiled[grid](*pointers, *numbers)
 
 
 def _make_move(layer: PagedLayer, key: Key) -> _Launch:
