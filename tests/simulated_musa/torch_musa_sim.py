@@ -92,7 +92,7 @@ def _build() -> Path:
     if not library.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")
-        command = [str(compiler()), str(HERE / "device.cpp"), "-o", str(unfinished), *_flags()]
+        command = [compiler() or "c++", str(HERE / "device.cpp"), "-o", str(unfinished), *_flags()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"this does not compile: {' '.join(command)}\n{done.stderr[-4000:]}")
