@@ -44,10 +44,10 @@ class FaultyTier:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
+    def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> Any:
         return self._call("contains", keys, lambda i: LayerKey(keys[i], 0) in self.pages, True)
 
-    def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+    def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> Any:
         def fill(i: int) -> Status:
             if keys[i] not in self.pages:
                 return Status.MISS
@@ -56,7 +56,7 @@ class FaultyTier:
 
         return self._call("get", keys, fill, Status.OK)
 
-    def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+    def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> Any:
         def keep(i: int) -> Status:
             self.pages[keys[i]] = pages[i].clone()
             return Status.OK

@@ -133,7 +133,7 @@ class Rig:
             return None
         values = set(self.pool.page(page).tolist())
         assert len(values) == 1
-        return values.pop()
+        return int(values.pop())
 
 
 def values(*numbers: int | None) -> list[list[int | None]]:
