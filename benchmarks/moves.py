@@ -13,7 +13,6 @@ from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.timing import gb_per_s, median_ms
 from lwkv.platforms import Platform
 
-
 NEW_PROMPTS = 1 << 16
 
 

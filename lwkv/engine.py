@@ -274,7 +274,7 @@ class CacheEngine:
         return (
             f"lwkv moves KV {mode}: platform {self.connector.platform.name}, "
             f"{self.connector.name} connector, {self.connector.kernels.name} kernels, "
-            f"{self.num_layers} layers, up to {self._pool.max_pages} pages of {self.connector.page_bytes} bytes"
+            f"{self.num_layers} layers, at most {self._pool.max_pages} pages of {self.connector.page_bytes} B"
         )
 
 

@@ -43,6 +43,11 @@ class Accelerator:
     def module(self) -> Any:
         return getattr(torch, self.device_type)
 
+    @property
+    def streams(self) -> Any:
+        """What tells and sets the current stream: the module, or a faster way to the same."""
+        return self.module
+
     @cached_property
     def features(self) -> Features:
         return self.probe_features()
@@ -71,14 +76,16 @@ class Accelerator:
 
     def current_stream(self, device: torch.device) -> Stream:
         # An index is taken as it is; a device is looked into by way of the environment, for 4 us.
-        return self.module.current_stream(device if device.index is None else device.index)
+        if device.index is None:
+            return self.module.current_stream(device)
+        return self.streams.current_stream(device.index)
 
     def new_stream(self, device: torch.device, high_priority: bool = False) -> Stream:
         # 0 and -1 are the only priorities that exist everywhere.
         return self.module.Stream(device, priority=-1 if high_priority else 0)
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[None]:
-        return StreamSwitch(self.module, self._own(stream))
+        return StreamSwitch(self.streams, self._own(stream))
 
     def as_native(self, stream: Stream, device: torch.device) -> Stream:
         if self._is_own(stream):

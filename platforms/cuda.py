@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from lwkv.platforms.accelerator import Accelerator
 from lwkv.platforms.copies import check_buffer
 from lwkv.platforms.cuda_driver import CudaDriver
+from lwkv.platforms.cuda_streams import CudaStreams
 from lwkv.platforms.protocol import CopyBatch, Features, Int64s, Stream
 
 # The driver refuses batches on the legacy default stream, which has these handles.
@@ -28,6 +30,10 @@ class CUDA(Accelerator):
     @cached_property
     def driver(self) -> CudaDriver | None:
         return CudaDriver.load()
+
+    @cached_property
+    def streams(self) -> Any:
+        return CudaStreams() if CudaStreams.are_there() else self.module
 
     def is_available(self) -> bool:
         # Builds for other vendors answer through torch.cuda too, without a CUDA version.

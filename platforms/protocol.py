@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,7 @@ class Features:
     stream_priority: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CopyBatch:
+class CopyBatch(NamedTuple):
     """Runs of bytes between host slabs and one device buffer: made once, queued as often as wanted.
 
     Run i is `sizes[i]` bytes at `host_offsets[i]` of `slabs[slab_of[i]]` and at `device_offsets[i]` of the

@@ -13,14 +13,14 @@ from lwkv.platforms import Event, Platform
 class StagingBuffer:
     """Device memory, uint8 (bytes,), with the events of the two streams that pass it back and forth.
 
-    `owner` is the batch whose bytes it was filled with last.
+    `fills` counts how often it was filled, which tells whether it still holds what somebody put there.
     """
 
     memory: torch.Tensor
     filled: Event
     emptied: Event
     used: bool = False
-    owner: object = None
+    fills: int = 0
 
 
 class Lane:
@@ -51,16 +51,16 @@ class Lane:
     def num_buffers(self) -> int:
         return len(self._buffers)
 
-    def next_to_fill(self, owner: object) -> StagingBuffer:
+    def next_to_fill(self) -> StagingBuffer:
         """The buffer whose turn it is; the filling stream has been made to wait until it is empty.
 
-        One that was filled and not passed on is filled anew: its owner sees that it lost it.
+        One that was filled and not passed on is filled anew: whoever filled it sees that by `fills`.
         """
         buffer = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         if buffer.used:
             self._wait_emptied(buffer)
-        buffer.owner = owner
+        buffer.fills += 1
         return buffer
 
     def pass_on(self, buffer: StagingBuffer) -> None:

@@ -25,12 +25,13 @@ class Load:
 
     Attributes:
         arrived: layer i's event, None until the layer is queued.
-        fetched: staging buffers with the first slices in order, whose copies were queued ahead.
+        fetched: staging buffers with the first slices in order, whose copies were queued ahead, and the
+            number of that fill: another one since, of whatever batch, has overwritten the slice.
     """
 
     plan: Plan
     arrived: list[Event | None]
-    fetched: deque[StagingBuffer] = field(default_factory=deque)
+    fetched: deque[tuple[StagingBuffer, int]] = field(default_factory=deque)
 
 
 class Loader:
@@ -57,7 +58,8 @@ class Loader:
             for batch in load.plan.copies(number, layer, pages[number]):
                 if len(load.fetched) == self._lane.num_buffers:
                     return
-                load.fetched.append(self._fetch(load, batch))
+                buffer = self._fetch(batch)
+                load.fetched.append((buffer, buffer.fills))
 
     def queue(self, load: Load, layer: int, target: PagedLayer, pages: Int64s, write: Write) -> None:
         """Queue copy and kernel of one layer.
@@ -72,7 +74,7 @@ class Loader:
         recording = self._timeline.span("load", layer, lane.copies)
         copies = load.plan.copies(layer, target, pages)
         for part, batch in zip(load.plan.slices(target), copies, strict=True):
-            buffer = self._fetched(load) or self._fetch(load, batch)
+            buffer = self._fetched(load) or self._fetch(batch)
             lane.pass_on(buffer)
             self._platform.launch(lane.kernels, partial(write, target, buffer.memory, part))
             lane.take_back(buffer)
@@ -99,15 +101,17 @@ class Loader:
         self._platform.record(event, self._lane.kernels)
         return partial(self._platform.synchronize_event, event)
 
-    def _fetch(self, load: Load, batch: CopyBatch) -> StagingBuffer:
-        buffer = self._lane.next_to_fill(load)
+    def _fetch(self, batch: CopyBatch) -> StagingBuffer:
+        buffer = self._lane.next_to_fill()
         self._platform.load_batch(buffer.memory, batch, self._lane.copies)
         return buffer
 
     def _fetched(self, load: Load) -> StagingBuffer | None:
-        """The staging with the slice whose turn it is, if it was fetched and no other batch took it since."""
-        buffer = load.fetched.popleft() if load.fetched else None
-        return buffer if buffer is not None and buffer.owner is load else None
+        """The staging with the slice whose turn it is, if it was fetched and nobody filled it since."""
+        if not load.fetched:
+            return None
+        buffer, fill = load.fetched.popleft()
+        return buffer if buffer.fills == fill else None
 
     def _wait_for_readers(self) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.

@@ -133,7 +133,7 @@ class PagedConnector:
         return self._loader.begin(plan, self.num_layers)
 
     def prepare_load(self, load: Load, pages: Int64s) -> None:
-        """Queue the first copies, make the others; pages are int64 (layers, chunks), as they will be given."""
+        """Queue the first copies, make the others; pages, int64 (layers, chunks), are as they will be given."""
         with self._lock:
             self._loader.fetch(load, self.layers, pages)
         load.plan.prepare(self.layers, pages)

@@ -54,7 +54,7 @@ class Saver:
         recording = self._timeline.span("save", layer, lane.kernels)
         copies = save.plan.copies(layer, source, pages)
         for part, batch in zip(save.plan.slices(source), copies, strict=True):
-            buffer = lane.next_to_fill(save)
+            buffer = lane.next_to_fill()
             work = partial(self._kernels.gather, source, buffer.memory, part.rows)
             self._platform.launch(lane.kernels, work)
             lane.pass_on(buffer)

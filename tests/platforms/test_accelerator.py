@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,10 +153,10 @@ def test_a_batch_outside_its_slab_or_buffer_is_refused_before_a_byte_moves(platf
     slab, buffer = torch.arange(1, 23, dtype=torch.uint8), torch.zeros(13, dtype=torch.uint8)
     good, stream = make_batch(slab), platform.new_stream(HERE)
     bad = (
-        replace(good, device_offsets=good.device_offsets + 2),
-        replace(good, sizes=good.sizes + 10),
-        replace(good, host_addresses=good.host_addresses + 1),
-        replace(good, sizes=good.sizes.astype(np.int32)),
+        good._replace(device_offsets=good.device_offsets + 2),
+        good._replace(sizes=good.sizes + 10),
+        good._replace(host_addresses=good.host_addresses + 1),
+        good._replace(sizes=good.sizes.astype(np.int32)),
     )
     for batch in bad:
         for copy in (platform.load_batch, platform.save_batch):

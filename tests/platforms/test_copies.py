@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -30,13 +28,13 @@ def test_arrays_that_a_driver_cannot_read_are_refused(name: str) -> None:
     good = getattr(batch, name)
     for bad in (good.astype(np.int32), np.repeat(good, 2)[::2], np.append(good, 0), good[:, None]):
         with pytest.raises(ValueError, match=r"CopyBatch\..* packed int64"):
-            check_runs(buffer, replace(batch, **{name: bad}))
+            check_runs(buffer, batch._replace(**{name: bad}))
 
 
 def test_the_array_that_is_wrong_is_named() -> None:
     batch = make_batch(torch.zeros(22, dtype=torch.uint8))
     for name in ARRAYS:
-        bad = replace(batch, **{name: getattr(batch, name).astype(np.int32)})
+        bad = batch._replace(**{name: getattr(batch, name).astype(np.int32)})
         with pytest.raises(ValueError, match=rf"CopyBatch\.{name} is int32 \(3,\).*packed int64 \(3,\)"):
             check_runs(torch.zeros(18, dtype=torch.uint8), bad)
 
