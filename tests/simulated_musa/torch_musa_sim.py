@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils import backend_registration
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "simulated_musa"
@@ -55,11 +56,11 @@ def install(device_allocator: bool = False, synchronizes_device: bool = False) -
     if hasattr(torch, "musa"):
         raise RuntimeError("torch.musa is there already: a process can hold one, real or simulated")
     _native = _load(_build())
-    torch.utils.rename_privateuse1_backend("musa")
+    backend_registration.rename_privateuse1_backend("musa")
     _native.start(device_allocator, synchronizes_device)
     module = _musa_module()
-    torch._register_device_module("musa", module)
-    torch.utils.generate_methods_for_privateuse1_backend()
+    torch._register_device_module("musa", module)  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend()
     sys.modules["torch.musa"] = module
     torch.version.musa = "simulated"  # type: ignore[attr-defined]
     atexit.register(_native.stop)
@@ -123,7 +124,7 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **numbers: int) -> Stream:
         if "stream_id" in numbers:
-            return super().__new__(cls, priority=priority, **numbers)  # type: ignore[call-overload,no-any-return]
+            return super().__new__(cls, priority=priority, **numbers)
         return super().__new__(cls, torch.device("musa", _index(device)), priority=priority)
 
     @property
@@ -168,7 +169,7 @@ class Event(torch.Event):
     def wait(self, stream: Any = None) -> None:
         super().wait(_own(stream))
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         if not (self._is_timed and end_event._is_timed):
             raise RuntimeError("MUSA error: invalid resource handle: both events need enable_timing=True")
         return float(_native.elapsed_ms(self.event_id, end_event.event_id))
@@ -210,10 +211,11 @@ def set_stream(stream: Stream | None) -> None:
         _native.set_stream(stream.device_index, stream.stream_id)
 
 
+PRIVATE_USE_1: Any = torch._C._autograd.DeviceType.PrivateUse1
+
+
 def _stream_at(device: int, stream_id: int) -> Stream:
-    return Stream(
-        stream_id=stream_id, device_index=device, device_type=int(torch._C._autograd.DeviceType.PrivateUse1)
-    )
+    return Stream(stream_id=stream_id, device_index=device, device_type=int(PRIVATE_USE_1))
 
 
 def current_stream(device: DeviceLike = None) -> Stream:
