@@ -145,6 +145,8 @@ def cuda(make_stub: Callable[..., Any], library: FakeLibrary, monkeypatch: pytes
     make_stub("cuda", torch_cuda())
     platform = CUDA()
     platform.driver = CudaDriver(library)
+    # A torch built for CUDA has its C functions also where it has no device.
+    platform.streams = platform.module
     return platform
 
 
