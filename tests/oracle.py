@@ -204,12 +204,14 @@ class Oracle:
         tiers: Sequence[Any] = (),
         staging_bytes: int = 1,
         lookahead: int = 1,
+        staging_buffers: int = 2,
         **settings: Any,
     ) -> CacheEngine:
         """An engine whose staging holds a chunk and whose pool has `pages` pages in slabs of five."""
         stride = -(-self.page_bytes(chunk_size) // PAGE_STRIDE) * PAGE_STRIDE
         extra = {
             "staging_bytes": staging_bytes,
+            "staging_buffers": staging_buffers,
             "lookahead_layers": lookahead,
             "slab_bytes": 5 * stride,
         }

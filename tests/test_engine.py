@@ -390,6 +390,30 @@ def test_requests_that_share_a_prefix_store_it_once(oracle: Oracle) -> None:
         oracle.check()
 
 
+@pytest.mark.parametrize("buffers", [2, 3, 4, 7])
+@pytest.mark.parametrize("taken", range(LAYERS + 2))
+def test_retrievals_may_take_their_steps_in_turn(oracle: Oracle, taken: int, buffers: int) -> None:
+    lengths, slots = (8, 24, 16), [run_slots(first, 24) for first in (32, 64, 96)]
+    with oracle.engine(CHUNK, staging_buffers=buffers) as engine:
+        for i, length in enumerate(lengths):
+            store(oracle, engine, prompt(i, length), run_slots(0, length))
+        retrievals = [
+            engine.retrieve_layer(prompt(i, length), slot_mapping=slots[i][:length])
+            for i, length in enumerate(lengths)
+        ]
+        for _ in range(taken):
+            next(retrievals[0])
+        for steps in retrievals[1:]:
+            next(steps)
+        for steps in zip(*retrievals, strict=False):
+            assert len(steps) == 3
+        for i, length in enumerate(lengths):
+            assert all(step is None or torch.is_tensor(step) for step in retrievals[i])
+            oracle.expect(prompt(i, length), slots[i][:length])
+        oracle.check()
+        require_rest(engine)
+
+
 def test_two_engines_in_one_process_keep_apart(platform: Platform, device: torch.device) -> None:
     one, other = Oracle(platform, device), Oracle(platform, device)
     with one.engine(CHUNK) as first, other.engine(CHUNK) as second:

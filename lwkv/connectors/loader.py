@@ -96,7 +96,7 @@ class Loader:
         self._spare += [event for event in load.arrived if event is not None]
         load.arrived = [None] * len(load.arrived)
         if load.fetched:
-            self._platform.wait_stream(self._lane.kernels, self._lane.copies)
+            self._wait_for_fetched()
         event = self._platform.new_event(blocking=True)
         self._platform.record(event, self._lane.kernels)
         return partial(self._platform.synchronize_event, event)
@@ -116,6 +116,10 @@ class Loader:
     def _wait_for_readers(self) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.
         self._platform.wait_stream(self._lane.kernels, self._platform.current_stream(self._device))
+
+    def _wait_for_fetched(self) -> None:
+        # No kernel waits for copies that were queued ahead and whose layers never were.
+        self._platform.wait_stream(self._lane.kernels, self._lane.copies)
 
     def _mark(self) -> Event:
         event = self._spare.pop() if self._spare else self._platform.new_event()

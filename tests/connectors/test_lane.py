@@ -1,0 +1,35 @@
+"""Staging buffers take turns, and a fill that failed does not harm the next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lwkv.connectors.lane import Lane
+from lwkv.platforms import Platform
+
+
+@pytest.fixture
+def lane(platform: Platform, device: torch.device) -> Lane:
+    return Lane(platform, device, 3, 512, "copies")
+
+
+def test_buffers_take_turns(lane: Lane) -> None:
+    turns = []
+    for _ in range(7):
+        buffer = lane.next_to_fill()
+        turns.append(buffer.memory.data_ptr())
+        lane.pass_on(buffer)
+        lane.take_back(buffer)
+    assert len(set(turns[:3])) == 3
+    assert turns == (turns[:3] * 3)[:7]
+
+
+def test_buffers_are_as_large_as_asked_for(lane: Lane, device: torch.device) -> None:
+    memory = lane.next_to_fill().memory
+    assert (memory.shape, memory.dtype, memory.device) == ((512,), torch.uint8, device)
+
+
+def test_a_buffer_that_was_never_emptied_is_not_waited_for(lane: Lane) -> None:
+    for _ in range(6):
+        lane.next_to_fill()

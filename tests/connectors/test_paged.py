@@ -1,0 +1,162 @@
+"""The PagedMem connector through the engine: every layout, byte for byte."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import FORMS, Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
+
+from lwkv.errors import LayoutError
+from lwkv.platforms import Platform
+from lwkv.storage import Status
+
+FORM = pytest.mark.parametrize("form", FORMS)
+CANONICAL = [name for name, form in FORMS.items() if not form.mla and name != "opaque"]
+MLA = [name for name, form in FORMS.items() if form.mla]
+
+
+@pytest.fixture
+def make_oracle(platform: Platform, device: torch.device) -> Any:
+    return lambda form, **dims: Oracle(platform, device, form, Dims(**dims))
+
+
+def store(oracle: Oracle, engine: Any, tokens: list[int], slots: Any) -> None:
+    oracle.compute(tokens, slots)
+    engine.store(tokens, slot_mapping=slots)
+    assert engine.flush()
+
+
+def in_blocks(rng: np.random.Generator, oracle: Oracle, count: int) -> np.ndarray:
+    size = oracle.dims.block_size
+    blocks = rng.permutation(oracle.dims.blocks)[: -(-count // size)]
+    return (blocks[:, None] * size + np.arange(size)).ravel()[:count]
+
+
+@FORM
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+@pytest.mark.parametrize("staging_chunks", [1, 2, 9])
+@pytest.mark.parametrize(("chunk", "block"), [(8, 4), (4, 4), (12, 6), (6, 3)])
+def test_every_byte_comes_back_and_no_other_changes(
+    make_oracle: Any, form: str, buffered: bool, staging_chunks: int, chunk: int, block: int
+) -> None:
+    oracle: Oracle = make_oracle(form, blocks=72 // block, block_size=block)
+    if buffered and form == "opaque":
+        with pytest.raises(LayoutError, match="cannot be blended"):
+            oracle.engine(chunk, enable_blending=True)
+        return
+    rng = np.random.default_rng(chunk * block)
+    tokens = [int(token) for token in rng.integers(0, 1000, 4 * chunk + block + 1)]
+    with oracle.engine(
+        chunk,
+        staging_bytes=4 * staging_chunks * oracle.page_bytes(chunk),
+        save_unfull_chunk=True,
+        enable_blending=buffered,
+    ) as engine:
+        store(oracle, engine, tokens, in_blocks(rng, oracle, len(tokens)))
+        cached = len(tokens) if form != "opaque" else len(tokens) // block * block
+        assert engine.lookup(tokens) == cached
+        for local in (0, block, chunk + block):
+            into = in_blocks(rng, oracle, len(tokens))
+            mask = engine.retrieve(tokens, np.arange(len(tokens)) >= local, slot_mapping=into)
+            assert int(mask.sum()) == cached - local
+            oracle.expect(tokens, into, mask)
+            oracle.check()
+        require_rest(engine)
+
+
+@FORM
+def test_the_first_and_the_last_slot_are_slots_like_others(make_oracle: Any, form: str) -> None:
+    oracle: Oracle = make_oracle(form, blocks=8)
+    last = oracle.dims.slots
+    with oracle.engine(8) as engine:
+        store(oracle, engine, list(range(8)), run_slots(last - 8, 8))
+        assert engine.retrieve(list(range(8)), slot_mapping=run_slots(0, 8)).all()
+        oracle.expect(list(range(8)), run_slots(0, 8))
+        oracle.zero(run_slots(last - 8, 8))
+        assert engine.retrieve(list(range(8)), slot_mapping=run_slots(last - 8, 8)).all()
+        oracle.expect(list(range(8)), run_slots(last - 8, 8))
+        oracle.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
+@pytest.mark.parametrize("form", ["vllm_2bnhd", "vllm_bhn2d", "padded", "vllm_mla"])
+def test_bytes_are_moved_as_they_are_in_every_dtype(make_oracle: Any, form: str, dtype: torch.dtype) -> None:
+    oracle: Oracle = make_oracle(form, blocks=24, head_size=8, dtype=dtype)
+    tokens = list(range(40))
+    with oracle.engine(8) as engine:
+        store(oracle, engine, tokens, run_slots(0, 40))
+        assert engine.retrieve(tokens, slot_mapping=run_slots(50, 40)).all()
+        oracle.expect(tokens, run_slots(50, 40))
+        oracle.check()
+
+
+@pytest.mark.parametrize(("one", "other"), [*pairwise([*CANONICAL, CANONICAL[0]]), *pairwise([*MLA, MLA[0]])])
+def test_what_one_layout_stored_another_loads(make_oracle: Any, one: str, other: str) -> None:
+    tier, tokens = MemoryTier(), list(range(20))
+    from_oracle: Oracle = make_oracle(one)
+    with from_oracle.engine(8, tiers=[tier]) as engine:
+        store(from_oracle, engine, tokens, run_slots(0, 20))
+    into: Oracle = make_oracle(other, blocks=11)
+    with into.engine(8, tiers=[tier]) as engine:
+        mask = engine.retrieve(tokens, slot_mapping=run_slots(20, 20))
+        assert int(mask.sum()) == 16
+        into.rows(tokens, 0)
+        into.expect(tokens, run_slots(20, 20), mask)
+        into.check()
+
+
+def test_what_opaque_blocks_hold_is_for_the_same_layout_only(make_oracle: Any) -> None:
+    tier, tokens = MemoryTier(), list(range(8))
+    oracle: Oracle = make_oracle("opaque")
+    with oracle.engine(8, tiers=[tier]) as engine:
+        store(oracle, engine, tokens, run_slots(0, 8))
+    for form, block, found in (("opaque", 4, 8), ("opaque", 2, 0), ("vllm_b2nhd", 4, 0)):
+        with make_oracle(form, block_size=block).engine(8, tiers=[tier]) as engine:
+            assert engine.lookup(tokens) == found
+
+
+def test_opaque_blocks_need_chunks_of_whole_blocks(make_oracle: Any) -> None:
+    with pytest.raises(ValueError, match="chunk_size must be a multiple of that, got 6"):
+        make_oracle("opaque").engine(6)
+
+
+def test_a_load_keeps_its_tables_until_no_stream_reads_them(
+    make_oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that fails brings new tables; the device may still be reading the old ones."""
+    tier, tokens, oracle = MemoryTier(), list(range(24)), make_oracle("vllm_2bnhd")
+    with oracle.engine(8, tiers=[tier]) as engine:
+        store(oracle, engine, tokens, run_slots(0, 24))
+    with oracle.engine(8, tiers=[tier]) as engine:
+        last = engine._keys(np.array(tokens), ())[-1]
+        tier.fails = lambda key: Status.ERROR if (key.layer, key.chunk) == (1, last) else Status.OK
+        tables = watch_pinned(monkeypatch, engine.connector.platform)
+        with held_completions(engine):
+            mask = engine.retrieve(tokens, slot_mapping=run_slots(32, 24))
+            assert int(mask.sum()) == 16
+            gc.collect()
+            assert [table() is not None for table in tables] == [True, True]
+        assert engine.flush()
+        engine._completions.submit(gc.collect).result()
+        assert [table() is not None for table in tables] == [False, False]
+
+
+def watch_pinned(monkeypatch: pytest.MonkeyPatch, platform: Platform) -> list[weakref.ref[torch.Tensor]]:
+    """References to all page-locked memory that is taken for tables from now on."""
+    taken: list[weakref.ref[torch.Tensor]] = []
+    allocate = type(platform).alloc_pinned
+
+    def watched(self: Platform, nbytes: int) -> torch.Tensor:
+        memory = allocate(self, nbytes)
+        if nbytes < 4096:
+            taken.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(type(platform), "alloc_pinned", watched)
+    return taken
