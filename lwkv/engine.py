@@ -17,6 +17,7 @@ from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.connectors.paged import Registration
 from lwkv.counters import Counters
 from lwkv.errors import ClosedError, ConfigError
+from lwkv.key_memo import KeyMemo
 from lwkv.keys import ChunkKey, as_token_ids, chunk_keys, make_namespace
 from lwkv.metadata import CacheMetadata
 from lwkv.pipeline import retrieve_steps, store_steps
@@ -65,6 +66,7 @@ class CacheEngine:
         self._namespace = make_namespace(
             _as_registered(metadata, connector), config.chunk_size, connector.page_format
         )
+        self._memo = KeyMemo(self._make_keys)
         self._counters = Counters()
         self._pool = HostPool(
             connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes
@@ -251,6 +253,9 @@ class CacheEngine:
         return self._keys(request.ids[: int(request.chunk_tokens.sum())], request.salts)
 
     def _keys(self, ids: Int64s, salts: Sequence[str]) -> list[ChunkKey]:
+        return self._memo.keys(ids, salts)
+
+    def _make_keys(self, ids: Int64s, salts: Sequence[str]) -> list[ChunkKey]:
         return chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, self._chunking.partial)
 
     def _complete(self, job: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,7 @@ class HostPool:
         self._free = FreeList(self._span)
         self._references = np.zeros(self.max_pages, np.int32)
         self._lock = threading.Lock()
+        self._growing = threading.Lock()
         self._num_pages = 0
         self._closed = False
 
@@ -75,8 +77,8 @@ class HostPool:
 
     def reserve(self, num_bytes: int) -> None:
         """Page-lock slabs for `num_bytes` now instead of on demand. Raises MemoryError."""
-        with self._lock:
-            while self.num_pages < min(self.max_pages, -(-num_bytes // self.page_stride)):
+        with self._growing:
+            while self._num_pages < min(self.max_pages, -(-num_bytes // self.page_stride)):
                 self._grow()
 
     def allocate(self, count: int) -> Int64s | None:
@@ -85,18 +87,25 @@ class HostPool:
         Neighbouring numbers are neighbouring memory wherever the pool has such runs. Returns None where the
         pages are not there, or after `close`; never waits.
         """
-        with self._lock:
-            if self._closed or not self._ensure_free(count):
-                return None
-            runs = self._free.take(count)
-            pages = np.concatenate([np.arange(start, end) for start, end in runs] or [np.zeros(0, np.int64)])
-            self._references[pages] = 1
-            return pages
+        while True:
+            with self._lock:
+                if self._closed or count > self.max_pages:
+                    return None
+                if count <= self._free.num_free:
+                    return self._take(count)
+                if self._num_pages == self.max_pages:
+                    return None
+            self._grow_for(count)
 
     def shortage(self, count: int) -> int:
         """How many pages more would have to be free for `allocate(count)`; more than exist after `close`."""
         with self._lock:
             return self.max_pages + 1 if self._closed else max(0, count - self._free.num_free)
+
+    def grow_ahead(self, count: int) -> None:
+        """Page-lock slabs now, where there may be more, so that `count` pages are free. Blocks meanwhile."""
+        while self._grow_for(min(count, self.max_pages)):
+            pass
 
     def is_shared(self, pages: Int64s) -> bool:
         """Whether any of `pages` has several references: one `release` would not free them all."""
@@ -116,8 +125,8 @@ class HostPool:
         with self._lock:
             pages = self._require_used(pages)
             self._references[pages] -= 1
-            for run in _runs(pages[self._references[pages] == 0], self._span):
-                self._free.give(int(run[0]), int(run[-1]) + 1)
+            for start, end in _runs(pages[self._references[pages] == 0], self._span):
+                self._free.give(start, end)
             self._end()
 
     def page(self, number: int) -> torch.Tensor:
@@ -173,26 +182,36 @@ class HostPool:
             starts[:, 1:] = ~(follows & (sizes[:-1] == device_stride))
         return starts
 
-    def _ensure_free(self, count: int) -> bool:
-        if count > self.max_pages:
-            return False
-        while self._free.num_free < count and self.num_pages < self.max_pages:
+    def _take(self, count: int) -> Int64s:
+        runs = self._free.take(count)
+        pages = np.concatenate([np.arange(start, end) for start, end in runs] or [np.zeros(0, np.int64)])
+        self._references[pages] = 1
+        return pages
+
+    def _grow_for(self, count: int) -> bool:
+        """Add a slab if `count` pages are not free; False if they are, or there is no more to be had."""
+        with self._growing:
+            if self._closed or self._free.num_free >= count or self._num_pages == self.max_pages:
+                return False
             try:
                 self._grow()
             except MemoryError as error:
                 log.warning("host pool stays at %d pages: %s", self.num_pages, error)
-                self.max_pages = self.num_pages
-        return self._free.num_free >= count
+                with self._lock:
+                    self.max_pages = self._num_pages
+            return True
 
     def _grow(self) -> None:
+        # Page-locking takes long; the lock is not held, so that pages go on being handed out.
         start = self._num_pages
         end = min(start + self._span, self.max_pages)
         slab = self._platform.alloc_pinned((end - start) * self.page_stride)
-        # A new list: batches made before keep the one they were given.
-        self._slabs = [*self._slabs, slab]
-        self._bases = np.append(self._bases, slab.data_ptr())
-        self._free.give(start, end)
-        self._num_pages = end
+        with self._lock:
+            # A new list: batches made before keep the one they were given.
+            self._slabs = [*self._slabs, slab]
+            self._bases = np.append(self._bases, slab.data_ptr())
+            self._free.give(start, end)
+            self._num_pages = end
 
     def _require_used(self, pages: Int64s) -> Int64s:
         """Return `pages` sorted."""
@@ -205,9 +224,10 @@ class HostPool:
         return pages
 
 
-def _runs(pages: Int64s, span: int) -> list[Int64s]:
-    """Split sorted page numbers where neighbours end or a slab begins."""
+def _runs(pages: Int64s, span: int) -> Iterable[tuple[int, int]]:
+    """Sorted page numbers as [start, end), cut where neighbours end or a slab begins."""
     if not len(pages):
-        return []
-    breaks = (np.diff(pages) != 1) | (pages[1:] % span == 0)
-    return np.split(pages, np.flatnonzero(breaks) + 1)
+        return ()
+    cuts = np.flatnonzero((pages[1:] - pages[:-1] != 1) | (pages[1:] % span == 0))
+    starts, ends = pages[np.append(0, cuts + 1)], pages[np.append(cuts, len(pages) - 1)] + 1
+    return zip(starts.tolist(), ends.tolist(), strict=True)

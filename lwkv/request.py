@@ -96,7 +96,8 @@ def check_request(request: Request, num_slots: int, chunking: Chunking) -> Check
             range or given twice, or not whole blocks where only these can be moved; a mask that is not False,
             then True; salts that are no sequence of texts.
     """
-    ids = as_token_ids(request.tokens)
+    # Copies: the engine may go on writing to its arrays while the request is under way.
+    ids = as_token_ids(request.tokens).copy()
     slots = _as_slots(request.slot_mapping, len(ids), num_slots)
     first = _leading_false(request.mask, len(ids))
     counts = chunking.chunk_tokens(len(ids))

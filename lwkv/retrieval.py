@@ -99,7 +99,9 @@ class BatchRetrieval:
             return
         if self._known is None:
             self._ask_up_to(layer + self._settings.prefetch_layers)
-        last = min(layer + self._settings.lookahead_layers, self.num_layers - 1)
+        # The model is not to wait for more than the first layer before it can be launched.
+        ahead = self._settings.lookahead_layers if layer else 0
+        last = min(layer + ahead, self.num_layers - 1)
         while self._queued <= last:
             if self._queued > layer and not self._is_there(self._queued):
                 break
@@ -141,7 +143,7 @@ class BatchRetrieval:
             self._load = self._connector.begin_load(transfer)
             if len(known) == len(pages):
                 self._known = np.concatenate(known, axis=1)
-                self._connector.prepare_load(self._load, self._known)
+                self._connector.fetch(self._load, self._known)
         except OUT_OF_MEMORY as error:
             self._give_up(error)
         if self._known is None:
@@ -170,6 +172,8 @@ class BatchRetrieval:
     def _arrived(self, load: Load, layer: int) -> Int64s:
         """The pages of the chunks that are left; those that did not arrive are left out from here on."""
         if self._known is not None:
+            if layer == 1:
+                self._connector.prepare(load, self._known)
             known: Int64s = self._known[layer]
             return known
         pages = self._pages(layer)[self._alive]

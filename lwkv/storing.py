@@ -13,7 +13,6 @@ from lwkv.connectors.saver import Save
 from lwkv.connectors.upload import OUT_OF_MEMORY
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
-from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
 from lwkv.storage import StorageManager, Write
 from lwkv.transfer import Transfer
@@ -62,10 +61,12 @@ class BatchStoring:
         if self._write is not None:
             new[:] = False
             new[wanted[self._write.positions]] = True
-            self._begin(transfer.only(new), self._write.pages)
+            self._begin(transfer.only(new))
 
     def queue(self, layer: int) -> None:
         if self._write is not None and self._save is not None:
+            if layer == 1:
+                self._connector.prepare(self._save, self._write.pages)
             try:
                 self._connector.save_layer(self._save, layer, self._write.pages[layer], self._sync)
             except OUT_OF_MEMORY as error:
@@ -84,10 +85,9 @@ class BatchStoring:
         elif write is not None:
             write.abort()
 
-    def _begin(self, transfer: Transfer, pages: Int64s) -> None:
+    def _begin(self, transfer: Transfer) -> None:
         try:
             self._save = self._connector.begin_save(transfer)
-            self._connector.prepare_save(self._save, pages)
         except OUT_OF_MEMORY as error:
             self._give_up(error)
 

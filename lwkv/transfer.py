@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,10 @@ from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
 
 NO_SLOT = -1
+
+
+def _new_table(num_rows: int) -> Int64s:
+    return np.empty((3, num_rows), np.int64)
 
 
 class PageShape(NamedTuple):
@@ -58,8 +62,13 @@ class Transfer:
         """Rows in use in each chunk's page, int64 (chunks,)."""
         return shape.parts * (self.chunk_tokens // shape.tokens_per_row)
 
-    def rows(self, shape: PageShape, chunks_per_slice: int) -> tuple[Int64s, list[int]]:
+    def rows(
+        self, shape: PageShape, chunks_per_slice: int, new_table: Callable[[int], Int64s] = _new_table
+    ) -> tuple[Int64s, list[int]]:
         """Number every row that is moved.
+
+        Args:
+            new_table: makes the memory for so many rows, int64 (3, rows).
 
         Returns:
             int64 (3, rows): slot (block id for rows of whole blocks), K row and V row in the staging buffer,
@@ -67,17 +76,17 @@ class Transfer:
         """
         counts = self.chunk_tokens // shape.tokens_per_row
         slots = self.row_slots(shape.tokens_per_row)
-        ends = np.append(0, np.cumsum(counts))
         first = np.arange(len(counts)) % chunks_per_slice * (shape.parts * shape.rows)
-        table = np.empty((3, len(slots)), np.int64)
-        table[0] = slots
-        np.add(np.arange(len(slots)), np.repeat(first - ends[:-1], counts), out=table[1])
-        np.add(table[1], np.repeat(counts, counts), out=table[2])
+        ends = np.append(0, np.cumsum(counts))
         bounds = ends[[*range(0, len(counts), chunks_per_slice), -1]]
+        k_rows = np.arange(len(slots)) + np.repeat(first - ends[:-1], counts)
+        v_rows = np.repeat(counts, counts) + k_rows
         moved = slots != NO_SLOT
         if not moved.all():
-            table = np.ascontiguousarray(table[:, moved])
+            slots, k_rows, v_rows = slots[moved], k_rows[moved], v_rows[moved]
             bounds = np.append(0, np.cumsum(moved))[bounds]
+        table = new_table(len(slots))
+        table[0], table[1], table[2] = slots, k_rows, v_rows
         return table, bounds.tolist()
 
     def row_slots(self, tokens_per_row: int) -> Int64s:

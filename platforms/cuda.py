@@ -58,6 +58,9 @@ class CUDA(Accelerator):
         driver = self._batching(batch, stream)
         if driver is None:
             return super().load_batch(buffer, batch, stream)
+        if batch.sizes.size == 1:
+            device, host, nbytes = _single(buffer, batch)
+            return driver.copy(device, host, nbytes, stream.cuda_stream)
         to, source = _device_addresses(buffer, batch), batch.host_addresses
         return driver.copy_batch(to, source, batch.sizes, stream.cuda_stream, batch.stable)
 
@@ -65,6 +68,9 @@ class CUDA(Accelerator):
         driver = self._batching(batch, stream)
         if driver is None:
             return super().save_batch(buffer, batch, stream)
+        if batch.sizes.size == 1:
+            device, host, nbytes = _single(buffer, batch)
+            return driver.copy(host, device, nbytes, stream.cuda_stream)
         to, source = batch.host_addresses, _device_addresses(buffer, batch)
         # The stream's earlier work writes the source, so it must be read in stream order.
         return driver.copy_batch(to, source, batch.sizes, stream.cuda_stream, any_order=False)
@@ -74,6 +80,13 @@ class CUDA(Accelerator):
         if not (batch.sizes.size and self.features.batch_copy):
             return None
         return None if self.stream_handle(stream) in _LEGACY_HANDLES else self.driver
+
+
+def _single(buffer: torch.Tensor, batch: CopyBatch) -> tuple[int, int, int]:
+    """The one run of a batch: its address on the device, on the host, and its bytes."""
+    check_buffer(buffer)
+    device = buffer.data_ptr() + int(batch.device_offsets[0])
+    return device, int(batch.host_addresses[0]), int(batch.sizes[0])
 
 
 def _device_addresses(buffer: torch.Tensor, batch: CopyBatch) -> Int64s:

@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
@@ -65,6 +66,7 @@ class CudaDriver:
             self._calls[name] = call
         self._contexts: dict[int, int] = {}
         self._contexts_lock = threading.Lock()
+        self._streams: dict[int, int | None] = {}
         self._out = _Out()
         self._first_run = byref(c_size_t(0))
         self._orders = {
@@ -106,6 +108,14 @@ class CudaDriver:
             where = f" at run {out.failed.value} of {sizes.size}" if out.failed.value < sizes.size else ""
             raise self._error(f"cuMemcpyBatchAsync{where}", result)
 
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue `nbytes` from address `source` to `to`, in stream order."""
+        entered = self._enter(self._context_of_stream(stream))
+        try:
+            self._do("cuMemcpyAsync", to, source, nbytes, stream)
+        finally:
+            self._leave(entered)
+
     def register(self, address: int, nbytes: int, device: int) -> bool:
         """Page-lock host memory for all devices; False where the driver will not."""
         with self._some_context(device):
@@ -145,8 +155,12 @@ class CudaDriver:
             self._do("cuCtxPopCurrent_v2", self._out.context_ref)
 
     def _context_of_stream(self, stream: int) -> int | None:
-        self._do("cuStreamGetCtx", stream, self._out.context_ref)
-        return self._out.context.value
+        # A stream keeps its context, and torch keeps its streams.
+        context = self._streams.get(stream)
+        if context is None:
+            self._do("cuStreamGetCtx", stream, self._out.context_ref)
+            context = self._streams[stream] = self._out.context.value
+        return context
 
     def _current_context(self) -> int | None:
         self._do("cuCtxGetCurrent", self._out.context_ref)

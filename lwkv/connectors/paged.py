@@ -132,15 +132,14 @@ class PagedConnector:
         plan = self._plan(transfer, self._uploads(self._load_lane.kernels))
         return self._loader.begin(plan, self.num_layers)
 
-    def prepare_load(self, load: Load, pages: Int64s) -> None:
-        """Queue the first copies, make the others; pages, int64 (layers, chunks), are as they will be given."""
+    def fetch(self, load: Load, pages: Int64s) -> None:
+        """Queue as many of the first copies as fit the staging; pages are int64 (layers, chunks)."""
         with self._lock:
             self._loader.fetch(load, self.layers, pages)
-        load.plan.prepare(self.layers, pages)
 
-    def prepare_save(self, save: Save, pages: Int64s) -> None:
-        """Make the copies of all layers; pages are int64 (layers, chunks), as they will be given."""
-        save.plan.prepare(self.layers, pages)
+    def prepare(self, batch: Load | Save, pages: Int64s) -> None:
+        """Make the copies of all layers at once; pages are int64 (layers, chunks), as they will be given."""
+        batch.plan.prepare(self.layers, pages)
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         """Queue one layer: pages are int64 (chunks,), in use until what `end_load` returned has returned."""

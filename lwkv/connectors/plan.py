@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from lwkv.connectors.upload import Uploads
@@ -82,6 +83,9 @@ class Plan:
         return page_shape(layer, self._chunk_size), layer.row_bytes
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
-        table, bounds = self.transfer.rows(shape, self._chunks_per_slice)
-        on_device = self.uploads.send(torch.from_numpy(table)) if table.size else torch.from_numpy(table)
+        table, bounds = self.transfer.rows(shape, self._chunks_per_slice, self._new_table)
+        on_device = self.uploads.send_table(table) if table.size else torch.from_numpy(table)
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
+
+    def _new_table(self, num_rows: int) -> Int64s:
+        return self.uploads.new_table(3, num_rows) if num_rows else np.zeros((3, 0), np.int64)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host import Chunk, HostTier
 from lwkv.storage.tier import Tier
 from lwkv.storage.write import Write
+from lwkv.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class StorageManager:
         self._num_layers = num_layers
         self._counters = counters or Counters()
         self._tiers = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
+        self._growth = Workers("growth", 1)
         self._writing: set[ChunkKey] = set()
         self._lock = threading.Lock()
 
@@ -111,6 +114,7 @@ class StorageManager:
             self._write_through(tier, keys, chunks)
         self.host.insert(keys, chunks)
         self._unclaim(keys)
+        self._grow_ahead(sum(len(chunk.pages) for chunk in chunks))
 
     def allocate(self, num_pages: int) -> Int64s | None:
         """Take pages, evicting unpinned chunks if need be; None where that is not enough. Never waits."""
@@ -129,7 +133,14 @@ class StorageManager:
         deadline = time.monotonic() + timeout_s
         for tier in self._tiers:
             tier.close(deadline - time.monotonic())
+        if not self._growth.close(deadline - time.monotonic()):
+            log.warning("host memory was still being page-locked at the end of close")
         self.host.close()
+
+    def _grow_ahead(self, num_pages: int) -> None:
+        # The next store of this size is not to wait for memory to be page-locked.
+        if self._pool.num_pages < self._pool.max_pages:
+            self._growth.submit(partial(self._pool.grow_ahead, num_pages))
 
     def _get_layer(self, hold: Hold, layer: int) -> Future[LayerPages]:
         fetch = LayerFetch(hold, layer, len(hold.lower))

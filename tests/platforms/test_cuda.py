@@ -54,6 +54,7 @@ class FakeLibrary:
         self.cuCtxPopCurrent_v2 = CFUNCTYPE(c_int, OUT)(lambda out: put(out, self.contexts.pop()))
         self.cuDeviceGet = CFUNCTYPE(c_int, POINTER(c_int), c_int)(lambda out, device: put(out, device))
         self.cuDevicePrimaryCtxRetain = CFUNCTYPE(c_int, OUT, c_int)(lambda out, _: put(out, PRIMARY_CONTEXT))
+        self.cuMemcpyAsync = CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self.copy)
         self.cuMemHostRegister_v2 = CFUNCTYPE(c_int, c_void_p, c_size_t, c_uint)(self.lock)
         self.cuMemHostUnregister = CFUNCTYPE(c_int, c_void_p)(lambda address: self.locked.pop(address) and 0)
 
@@ -78,6 +79,11 @@ class FakeLibrary:
         self.stacks.append(list(self.contexts))
         runs = list(zip(numbers(to, count), numbers(source, count), numbers(sizes, count), strict=True))
         self.batches.append((runs, attributes[0].order, stream))
+        return self.result
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> int:
+        self.stacks.append(list(self.contexts))
+        self.batches.append(([(to, source, nbytes)], ORDER_STREAM, stream))
         return self.result
 
     def name_error(self, result: int, out: Any) -> int:
@@ -198,7 +204,7 @@ def test_a_save_copies_from_device_to_host_always_in_stream_order(cuda: CUDA, li
     assert library.batches == [(expected, ORDER_STREAM, 0xBEEF)]
 
 
-def test_a_single_run_takes_the_batch_call_too(cuda: CUDA, library: FakeLibrary) -> None:
+def test_a_single_run_is_one_copy_of_the_driver(cuda: CUDA, library: FakeLibrary) -> None:
     stream, buffer = cuda.new_stream(torch.device("cuda", 0)), torch.zeros(64, dtype=torch.uint8)
     batch = batch_of(torch.zeros(64, dtype=torch.uint8), runs=1)
     cuda.load_batch(buffer, batch, stream)
