@@ -252,7 +252,7 @@ class Oracle:
     def expect(
         self, tokens: Sequence[int], slots: Any, where: Any = None, layers: Sequence[int] | None = None
     ) -> None:
-        """From now on `slots` hold what `tokens` are computed to; only the tokens where `where`, bool (T,)."""
+        """From now on `slots` hold what `tokens` are computed to; only those where `where`, bool (T,)."""
         chosen = np.array(slots, np.int64)
         if where is not None:
             chosen[~np.asarray(where, bool)] = -1
