@@ -183,8 +183,10 @@ class HostPool:
         return starts
 
     def _take(self, count: int) -> Int64s:
-        runs = self._free.take(count)
-        pages = np.concatenate([np.arange(start, end) for start, end in runs] or [np.zeros(0, np.int64)])
+        runs = np.array(self._free.take(count), np.int64).reshape(-1, 2)
+        lengths = runs[:, 1] - runs[:, 0]
+        before = np.cumsum(lengths) - lengths
+        pages: Int64s = np.arange(count) + np.repeat(runs[:, 0] - before, lengths)
         self._references[pages] = 1
         return pages
 

@@ -102,7 +102,8 @@ def check_request(request: Request, num_slots: int, chunking: Chunking) -> Check
     first = _leading_false(request.mask, len(ids))
     counts = chunking.chunk_tokens(len(ids))
     checked = CheckedRequest(ids, slots, first, _as_salts(request.salts), chunking.chunk_size, counts)
-    checked.loads(0, len(counts)).row_slots(chunking.unit)
+    if chunking.unit > 1:
+        checked.loads(0, len(counts)).row_slots(chunking.unit)
     return checked
 
 

@@ -55,9 +55,10 @@ class Loader:
         Pages are int64 (layers, chunks), all known.
         """
         for number, layer in enumerate(layers):
-            for batch in load.plan.copies(number, layer, pages[number]):
-                if len(load.fetched) == self._lane.num_buffers:
-                    return
+            room = self._lane.num_buffers - len(load.fetched)
+            if not room:
+                return
+            for batch in load.plan.copies(number, layer, pages[number])[:room]:
                 buffer = self._fetch(batch)
                 load.fetched.append((buffer, buffer.fills))
 

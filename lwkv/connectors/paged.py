@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
 
@@ -67,9 +68,9 @@ class PagedConnector:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
-        """Slots that every layer has."""
+        """Slots that every layer has; for after `register`."""
         return min(layer.num_slots for layer in self.layers)
 
     @property
