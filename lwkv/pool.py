@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lwkv.errors import ConfigError
 from lwkv.free_list import FreeList
+from lwkv.layer_copies import LayerCopies
 from lwkv.platforms import CopyBatch, Platform
 from lwkv.platforms.protocol import Int64s
 
@@ -134,36 +133,11 @@ class HostPool:
         start = number % self._span * self.page_stride
         return self._slabs[number // self._span].narrow(0, start, self.page_bytes)
 
-    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> list[CopyBatch]:
-        """Describe the copies of several layers, each to or from a buffer of its own.
-
-        Batch j holds the first `sizes[i]` bytes of page `pages[j, i]`, at `i * device_stride` of its buffer.
-        Neighbouring full pages become one run where both sides are contiguous.
-
-        Args:
-            pages: int64 (layers, chunks), chunks > 0. sizes: int64 (chunks,), bytes.
-        """
-        starts = self._run_starts(pages, sizes, device_stride)
-        first = np.flatnonzero(starts)
-        slab_of, inner = np.divmod(pages.ravel()[first], self._span)
-        offsets = inner * self.page_stride
-        addresses = self._bases[slab_of] + offsets
-        on_device = first % pages.shape[1] * device_stride
-        bytes_of_run = np.add.reduceat(np.tile(sizes, len(pages)), first)
-        ends = [0, *np.cumsum(starts.sum(axis=1)).tolist()]
-        # Stable: pages are loaded from only after the host has seen their last save end.
-        return [
-            CopyBatch(
-                self._slabs,
-                slab_of[a:b],
-                offsets[a:b],
-                addresses[a:b],
-                on_device[a:b],
-                bytes_of_run[a:b],
-                True,
-            )
-            for a, b in pairwise(ends)
-        ]
+    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> Sequence[CopyBatch]:
+        """Describe the copies of several layers; arguments and result as in LayerCopies."""
+        return LayerCopies(
+            self._slabs, self._bases, self._span, self.page_stride, pages, sizes, device_stride
+        )
 
     def close(self) -> None:
         """Hand out nothing any more; the slabs go back to the system with the last page in use."""
@@ -174,13 +148,6 @@ class HostPool:
     def _end(self) -> None:
         if self._closed and not self._references.any():
             self._slabs = []
-
-    def _run_starts(self, pages: Int64s, sizes: Int64s, device_stride: int) -> npt.NDArray[np.bool_]:
-        starts = np.ones(pages.shape, bool)
-        if self.page_stride == device_stride:
-            follows = (np.diff(pages) == 1) & (pages[:, 1:] % self._span != 0)
-            starts[:, 1:] = ~(follows & (sizes[:-1] == device_stride))
-        return starts
 
     def _take(self, count: int) -> Int64s:
         runs = np.array(self._free.take(count), np.int64).reshape(-1, 2)

@@ -50,7 +50,7 @@ class Plan:
         self._chunk_size = chunk_size
         self._chunks_per_slice = chunks_per_slice
         self._slices: dict[PageShape, list[Slice]] = {}
-        self._prepared: dict[int, list[CopyBatch]] = {}
+        self._prepared: list[Sequence[CopyBatch]] = []
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""
@@ -62,19 +62,18 @@ class Plan:
     def prepare(self, layers: Sequence[PagedLayer], pages: Int64s) -> None:
         """Make the copies of all layers now: cheaper than one by one. Pages are int64 (layers, chunks)."""
         if all(self._kind(layer) == self._kind(layers[0]) for layer in layers):
-            batches = [self._batches(first, layers[0], pages) for first in self._firsts()]
-            self._prepared = dict(enumerate(map(list, zip(*batches, strict=True))))
+            self._prepared = [self._batches(first, layers[0], pages) for first in self._firsts()]
 
     def copies(self, number: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
         """The copies of one layer, a batch for each slice; `pages`, int64 (chunks,), unless prepared."""
-        if number in self._prepared:
-            return self._prepared[number]
+        if self._prepared:
+            return [layers[number] for layers in self._prepared]
         return [self._batches(first, layer, pages[None])[0] for first in self._firsts()]
 
     def _firsts(self) -> range:
         return range(0, self.transfer.num_chunks, self._chunks_per_slice)
 
-    def _batches(self, first: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
+    def _batches(self, first: int, layer: PagedLayer, pages: Int64s) -> Sequence[CopyBatch]:
         chunks = slice(first, first + self._chunks_per_slice)
         sizes = self.transfer.page_rows(page_shape(layer, self._chunk_size))[chunks] * layer.row_bytes
         return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(self._chunk_size))

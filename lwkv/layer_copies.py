@@ -1,0 +1,74 @@
+"""The copies of several layers of the same chunks, worked out together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+import torch
+
+from lwkv.platforms import CopyBatch
+from lwkv.platforms.protocol import Int64s
+
+
+class LayerCopies(Sequence[CopyBatch]):
+    """Batch j of this sequence holds the copies of `pages[j]` to or from a buffer of its own.
+
+    It has the first `sizes[i]` bytes of page `pages[j, i]`, at `i * device_stride` of the buffer.
+    Neighbouring full pages are one run where both sides are contiguous.
+
+    Args:
+        slabs, bases: the pool's memory, and int64 (slabs,) the address of each slab.
+        span: pages of a slab. page_stride: bytes from one page to the next.
+        pages: int64 (layers, chunks), chunks > 0. sizes: int64 (chunks,), bytes.
+    """
+
+    def __init__(
+        self,
+        slabs: Sequence[torch.Tensor],
+        bases: Int64s,
+        span: int,
+        page_stride: int,
+        pages: Int64s,
+        sizes: Int64s,
+        device_stride: int,
+    ) -> None:
+        starts = np.ones(pages.shape, bool)
+        if page_stride == device_stride:
+            follows = (np.diff(pages) == 1) & (pages[:, 1:] % span != 0)
+            starts[:, 1:] = ~(follows & (sizes[:-1] == device_stride))
+        first = np.flatnonzero(starts)
+        self._slabs = slabs
+        self._slab_of, inner = np.divmod(pages.ravel()[first], span)
+        self._offsets = inner * page_stride
+        self._addresses = bases[self._slab_of] + self._offsets
+        self._on_device = first % pages.shape[1] * device_stride
+        self._sizes = np.add.reduceat(np.tile(sizes, len(pages)), first)
+        self._ends = np.append(0, np.cumsum(starts.sum(axis=1))).tolist()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> CopyBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[CopyBatch]: ...
+
+    def __getitem__(self, index: int | slice) -> CopyBatch | Sequence[CopyBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"layer {index} of {len(self)}")
+        run = slice(*self._ends[index : index + 2])
+        # Stable: pages are loaded from only after the host has seen their last save end.
+        return CopyBatch(
+            self._slabs,
+            self._slab_of[run],
+            self._offsets[run],
+            self._addresses[run],
+            self._on_device[run],
+            self._sizes[run],
+            stable=True,
+        )
