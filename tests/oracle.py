@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from lwkv.config import Config
+from lwkv.connectors import BufferConnector
 from lwkv.engine import CacheEngine
 from lwkv.keys import ChunkKey, LayerKey
+from lwkv.layout import KVSpec
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status
@@ -221,10 +223,20 @@ class Oracle:
             extra_config=extra,
             **{"use_layerwise": True} | settings,
         )
+        if config.enable_blending:
+            return CacheEngine(config, self.metadata, self._buffer_connector(config), tiers)
         hints = {"block_size": self.dims.block_size, **self.form.hints}
         return CacheEngine.create(
             config, self.metadata, self.kvcaches, self.form.engine, hints, self.platform, tiers
         )
+
+    def _buffer_connector(self, config: Config) -> BufferConnector:
+        """Made here and not by CreateGPUConnector: it must work on platforms not yet shown to blend, too."""
+        metadata, hints = self.metadata, self.form.hints
+        spec = KVSpec(metadata.num_kv_heads, metadata.head_size, self.dims.block_size, metadata.use_mla)
+        connector = BufferConnector(config, self.platform, spec, hints.get("layout"), hints.get("opaque_tag"))
+        connector.register(self.kvcaches)
+        return connector
 
     def rows(self, tokens: Sequence[int], layer: int, salt: str | None = None) -> Tensor:
         """What a model computes for `tokens` in one layer, integers [2, T, heads, head_size] on the host."""

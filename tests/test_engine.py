@@ -313,10 +313,14 @@ def error_of(layer: int, chunk: Any) -> Callable[[Any], Status]:
 # What is retrieved.
 
 
-@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
-def test_what_was_stored_comes_back_into_other_slots(oracle: Oracle, buffered: bool) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_layerwise": False}, {}, {"enable_blending": True}],
+    ids=["bulk", "layer by layer", "buffer"],
+)
+def test_what_was_stored_comes_back_into_other_slots(oracle: Oracle, settings: dict[str, Any]) -> None:
     tokens, into = prompt(1), run_slots(64, MOST_TOKENS, backwards=True)
-    with oracle.engine(CHUNK, enable_blending=buffered) as engine:
+    with oracle.engine(CHUNK, **settings) as engine:
         store(oracle, engine, tokens, run_slots(0, MOST_TOKENS))
         assert engine.lookup(tokens) == 24
         mask = engine.retrieve(tokens, slot_mapping=into)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 from oracle import FORMS, Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
 
+from lwkv.config import Config
+from lwkv.engine import CacheEngine
 from lwkv.errors import LayoutError
+from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status
 
@@ -109,6 +113,44 @@ def test_what_one_layout_stored_another_loads(make_oracle: Any, one: str, other:
         into.rows(tokens, 0)
         into.expect(tokens, run_slots(20, 20), mask)
         into.check()
+
+
+@pytest.mark.parametrize("layout", ["vllm_2bnhd", "vllm_b2nhd", "vllm_2bhnd", "vllm_b2hnd"])
+def test_where_sizes_coincide_the_layout_must_be_declared(
+    platform: Platform, device: torch.device, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, dims = FORMS[layout], Dims(blocks=16, block_size=2, heads=2)
+    monkeypatch.setitem(FORMS, "undeclared", replace(form, hints={}))
+    monkeypatch.setitem(FORMS, "declared", replace(form, hints={"layout": layout}))
+    with pytest.raises(LayoutError, match=r"'l\.0'.* can be any of .*declare which"):
+        Oracle(platform, device, "undeclared", dims).engine(8)
+    oracle = Oracle(platform, device, "declared", dims)
+    with oracle.engine(8) as engine:
+        store(oracle, engine, list(range(8)), run_slots(0, 8))
+        assert engine.retrieve(list(range(8)), slot_mapping=run_slots(9, 8)).all()
+        oracle.expect(list(range(8)), run_slots(9, 8))
+        oracle.check()
+
+
+def test_layers_may_have_rows_of_different_sizes(platform: Platform, device: torch.device) -> None:
+    dtypes = [torch.float32, torch.float16, torch.float64, torch.uint8, torch.float16]
+    random = torch.Generator().manual_seed(5)
+    wanted = [torch.randint(256, (2, 10, 4, 2, 3 * t.itemsize), generator=random).byte() for t in dtypes]
+    caches = {
+        f"l.{i}": t.to(device).view(dtype) for i, (t, dtype) in enumerate(zip(wanted, dtypes, strict=True))
+    }
+    metadata = CacheMetadata("mixed", len(dtypes), 2, 3, torch.float32)
+    config = Config(chunk_size=8, max_local_cpu_size=2**-8, extra_config={"staging_bytes": 1})
+    slots, into = np.arange(16), np.arange(20, 36)
+    with CacheEngine.create(config, metadata, caches, "vllm", {"block_size": 4}, platform) as engine:
+        engine.store(list(range(16)), slot_mapping=slots)
+        assert engine.flush()
+        assert engine.retrieve(list(range(16)), slot_mapping=into).all()
+        platform.synchronize_device(device)
+        for cache, bits in zip(caches.values(), wanted, strict=True):
+            bits.flatten(1, 2)[:, into] = bits.flatten(1, 2)[:, slots]
+            assert torch.equal(cache.view(torch.uint8).cpu(), bits)
+        require_rest(engine)
 
 
 def test_what_opaque_blocks_hold_is_for_the_same_layout_only(make_oracle: Any) -> None:
