@@ -120,7 +120,8 @@ def test_json_tells_that_cached_tokens_were_served_and_answers_are_equal(
         timing = found[kind]
         assert timing["num_runs"] == 2
         assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"]
-    assert found["bulk"]["load_exposed"] > found["bulk"]["load_hidden"] == 0
+    assert found["bulk"]["load_exposed"] > 0
+    assert found["bulk"]["load_hidden"] == pytest.approx(0, abs=1e-5)
 
 
 def test_pictures_and_traces_show_every_layer_in_each_lane(
@@ -398,5 +399,5 @@ def test_smollm2_answers_from_its_loaded_document(
     assert "doctor" not in found["spoiled_answer"]
     # Not how much, which depends on the machine, but that loads and compute are under way together.
     assert found["layerwise"]["load_hidden"] > 0
-    assert found["bulk"]["load_hidden"] == 0
+    assert found["bulk"]["load_hidden"] == pytest.approx(0, abs=1e-5)
     assert sorted(file.name for file in tmp_path.iterdir()) == FILES
