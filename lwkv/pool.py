@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class HostPool:
         self._span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
         self._slabs: list[torch.Tensor] = []
         self._bases = np.zeros(0, np.int64)
-        self._free = FreeList(self._span)
+        self._free = FreeList(self.max_pages, self._span)
         self._references = np.zeros(self.max_pages, np.int32)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
@@ -124,8 +124,7 @@ class HostPool:
         with self._lock:
             pages = self._require_used(pages)
             self._references[pages] -= 1
-            for start, end in _runs(pages[self._references[pages] == 0], self._span):
-                self._free.give(start, end)
+            self._free.give(pages[self._references[pages] == 0])
             self._end()
 
     def page(self, number: int) -> torch.Tensor:
@@ -150,10 +149,7 @@ class HostPool:
             self._slabs = []
 
     def _take(self, count: int) -> Int64s:
-        runs = np.array(self._free.take(count), np.int64).reshape(-1, 2)
-        lengths = runs[:, 1] - runs[:, 0]
-        before = np.cumsum(lengths) - lengths
-        pages: Int64s = np.arange(count) + np.repeat(runs[:, 0] - before, lengths)
+        pages = self._free.take(count)
         self._references[pages] = 1
         return pages
 
@@ -179,7 +175,7 @@ class HostPool:
             # A new list: batches made before keep the one they were given.
             self._slabs = [*self._slabs, slab]
             self._bases = np.append(self._bases, slab.data_ptr())
-            self._free.give(start, end)
+            self._free.give(np.arange(start, end))
             self._num_pages = end
 
     def _require_used(self, pages: Int64s) -> Int64s:
@@ -191,12 +187,3 @@ class HostPool:
         if wrong.any():
             raise ValueError(f"pages {pages[wrong].tolist()} are not in use, or are named twice")
         return pages
-
-
-def _runs(pages: Int64s, span: int) -> Iterable[tuple[int, int]]:
-    """Sorted page numbers as [start, end), cut where neighbours end or a slab begins."""
-    if not len(pages):
-        return ()
-    cuts = np.flatnonzero((pages[1:] - pages[:-1] != 1) | (pages[1:] % span == 0))
-    starts, ends = pages[np.append(0, cuts + 1)], pages[np.append(cuts, len(pages) - 1)] + 1
-    return zip(starts.tolist(), ends.tolist(), strict=True)

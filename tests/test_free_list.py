@@ -2,19 +2,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lwkv.free_list import SPARE_ENTRIES, FreeList
+from lwkv.free_list import FreeList
 
 SPAN = 7
 SLABS = 3
-
-
-def pages_of(runs: list[tuple[int, int]]) -> list[int]:
-    return [page for run in runs for page in range(*run)]
 
 
 def runs_in(free: set[int]) -> list[tuple[int, int]]:
@@ -28,37 +25,42 @@ def runs_in(free: set[int]) -> list[tuple[int, int]]:
     return runs
 
 
+def runs_of(pages: list[int]) -> int:
+    """How many runs the pages lie in, as they come."""
+    return sum(
+        page % SPAN == 0 or page != before + 1 for before, page in zip([-2, *pages], pages, strict=False)
+    )
+
+
 class FreeListMachine(RuleBasedStateMachine):
     """A free list beside the set of pages that it must hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages = FreeList(SPAN)
+        self.pages = FreeList(SLABS * SPAN, SPAN)
         self.free: set[int] = set()
-        self.taken: list[tuple[int, int]] = [(slab * SPAN, slab * SPAN + SPAN) for slab in range(SLABS)]
+
+    @property
+    def taken(self) -> list[int]:
+        return sorted(set(range(SLABS * SPAN)) - self.free)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
-    def give_part_of_a_run(self, data: Any) -> None:
-        start, end = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-        first = data.draw(st.integers(start, end - 1))
-        last = data.draw(st.integers(first + 1, end))
-        self.taken += [run for run in ((start, first), (last, end)) if run[0] < run[1]]
-        self.pages.give(first, last)
-        self.free |= set(range(first, last))
+    def give(self, data: Any) -> None:
+        given = data.draw(st.lists(st.sampled_from(self.taken), unique=True))
+        self.pages.give(np.array(given, np.int64))
+        self.free |= set(given)
 
     @rule(data=st.data())
     def take(self, data: Any) -> None:
         count = data.draw(st.integers(0, len(self.free)))
-        longest = max((end - start for start, end in runs_in(self.free)), default=0)
-        runs = self.pages.take(count)
-        found = pages_of(runs)
+        lengths = sorted((end - start for start, end in runs_in(self.free)), reverse=True)
+        found = self.pages.take(count).tolist()
         assert len(found) == len(set(found)) == count
         assert set(found) <= self.free
-        assert all(start // SPAN == (end - 1) // SPAN for start, end in runs)
-        assert len(runs) <= 1 or count > longest, "there was a run that held all"
+        fewest = next(number for number in range(len(lengths) + 1) if sum(lengths[:number]) >= count)
+        assert runs_of(found) == fewest
         self.free -= set(found)
-        self.taken += runs
 
     @rule(more=st.integers(1, 3))
     def refuse_to_take_more_than_there_is(self, more: int) -> None:
@@ -66,10 +68,8 @@ class FreeListMachine(RuleBasedStateMachine):
             self.pages.take(len(self.free) + more)
 
     @invariant()
-    def counts_and_runs_are_those_of_the_set(self) -> None:
+    def counts_are_those_of_the_set(self) -> None:
         assert self.pages.num_free == len(self.free)
-        assert sorted(self.pages._end_of.items()) == runs_in(self.free)
-        assert self.pages._start_of == {end: start for start, end in runs_in(self.free)}
 
 
 TestFreeList = FreeListMachine.TestCase
@@ -77,25 +77,14 @@ TestFreeList.settings = settings(max_examples=60, stateful_step_count=25, deadli
 
 
 def test_the_longest_run_is_taken_first() -> None:
-    pages = FreeList(SPAN)
-    for run in ((0, 2), (7, 12), (14, 17)):
-        pages.give(*run)
-    assert pages.take(6) == [(7, 12), (14, 15)]
-    assert pages.take(4) in ([(15, 17), (0, 2)], [(0, 2), (15, 17)])
+    pages = FreeList(21, SPAN)
+    pages.give(np.array([0, 1, 7, 8, 9, 10, 11, 14, 15, 16]))
+    assert pages.take(6).tolist() == [7, 8, 9, 10, 11, 14]
+    assert sorted(pages.take(4).tolist()) == [0, 1, 15, 16]
 
 
-def test_runs_of_two_slabs_are_never_joined() -> None:
-    pages = FreeList(SPAN)
-    pages.give(5, 7)
-    pages.give(7, 9)
-    assert sorted(pages.take(4)) == [(5, 7), (7, 9)]
-
-
-def test_a_free_list_in_steady_use_does_not_grow() -> None:
-    pages = FreeList(100)
-    pages.give(0, 100)
-    for _ in range(1000):
-        [(start, end)] = pages.take(3)
-        pages.give(start, end)
-    assert len(pages._heap) <= SPARE_ENTRIES + 2
-    assert pages.take(100) == [(0, 100)]
+def test_a_run_ends_with_its_slab() -> None:
+    pages = FreeList(21, SPAN)
+    pages.give(np.array([4, 5, 6, 7, 8]))
+    assert pages.take(3).tolist() == [4, 5, 6]
+    assert pages.take(2).tolist() == [7, 8]
