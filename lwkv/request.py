@@ -115,28 +115,31 @@ def _as_slots(slot_mapping: Any, num_tokens: int, num_slots: int) -> Int64s:
             f"{num_tokens} tokens"
         )
     slots = slots.astype(np.int64)
-    lowest, highest = (int(slots.min()), int(slots.max())) if num_tokens else (0, 0)
-    for extreme in (lowest, highest):
+    if num_tokens:
+        _check_slots(slots, num_slots)
+    return slots
+
+
+def _check_slots(slots: Int64s, num_slots: int) -> None:
+    """Raise RequestError for a slot out of range, or one that occurs twice.
+
+    Slots come in runs, a block or more: only the ends of these are looked at.
+    """
+    cuts = np.flatnonzero(slots[1:] - slots[:-1] != 1)
+    first, last = slots[np.append(0, cuts + 1)], slots[np.append(cuts, len(slots) - 1)]
+    for extreme in (int(first.min()), int(last.max())):
         if not NO_SLOT <= extreme < num_slots:
             raise RequestError(
                 f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
             )
-    _refuse_repeats(slots if lowest >= 0 else slots[slots != NO_SLOT])
-    return slots
-
-
-def _refuse_repeats(slots: Int64s) -> None:
-    """Raise RequestError if a slot occurs twice. Slots come in runs, a block or more: those are sorted."""
-    if not len(slots):
-        return
-    starts = np.append(0, np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1)
-    lengths = np.diff(starts, append=len(slots))
-    first = slots[starts]
+    if first.min() == NO_SLOT:
+        # It may be a run of its own, or the first of one that goes on with slot 0.
+        first, last = np.maximum(first, 0)[last != NO_SLOT], last[last != NO_SLOT]
     order = np.argsort(first)
-    ends = (first + lengths)[order]
-    repeated = first[order][1:] < ends[:-1]
+    first, last = first[order], last[order]
+    repeated = first[1:] <= last[:-1]
     if repeated.any():
-        raise RequestError(f"slot {first[order][1:][repeated][0]} is given to two tokens of a request")
+        raise RequestError(f"slot {first[1:][repeated][0]} is given to two tokens of a request")
 
 
 def _leading_false(mask: Any, num_tokens: int) -> int:

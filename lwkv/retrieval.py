@@ -16,6 +16,7 @@ import torch
 
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
+from lwkv.connectors.plan import FIRST_LAYERS
 from lwkv.connectors.upload import OUT_OF_MEMORY
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
@@ -99,8 +100,8 @@ class BatchRetrieval:
             return
         if self._known is None:
             self._ask_up_to(layer + self._settings.prefetch_layers)
-        # The model is not to wait for more than the first layer before it can be launched.
-        ahead = self._settings.lookahead_layers if layer else 0
+        # The copies of the first layers are under way, and the model is still to be launched.
+        ahead = self._settings.lookahead_layers if layer >= FIRST_LAYERS else 0
         last = min(layer + ahead, self.num_layers - 1)
         while self._queued <= last:
             if self._queued > layer and not self._is_there(self._queued):
@@ -139,11 +140,10 @@ class BatchRetrieval:
     def _begin(self, transfer: Transfer) -> None:
         pages = [part.hold.all_pages() for part in self._parts]
         known = [matrix for matrix in pages if matrix is not None]
+        if len(known) == len(pages):
+            self._known = np.concatenate(known, axis=1) if len(known) > 1 else known[0]
         try:
-            self._load = self._connector.begin_load(transfer)
-            if len(known) == len(pages):
-                self._known = np.concatenate(known, axis=1)
-                self._connector.fetch(self._load, self._known)
+            self._load = self._connector.begin_load(transfer, self._known)
         except OUT_OF_MEMORY as error:
             self._give_up(error)
         if self._known is None:
@@ -172,8 +172,6 @@ class BatchRetrieval:
     def _arrived(self, load: Load, layer: int) -> Int64s:
         """The pages of the chunks that are left; those that did not arrive are left out from here on."""
         if self._known is not None:
-            if layer == 1:
-                self._connector.prepare(load, self._known)
             known: Int64s = self._known[layer]
             return known
         pages = self._pages(layer)[self._alive]
@@ -224,8 +222,10 @@ def _mask(part: Part, alive: Flags) -> torch.Tensor:
 def _release(
     holds: Sequence[Hold], fence: Callable[[], None] | None = None, load: Load | None = None
 ) -> None:
-    """Give the pages back once `fence` has returned; `load` is only kept until then."""
+    """Give pages and tables back once `fence` has returned."""
     if fence is not None:
         fence()
+    if load is not None:
+        load.plan.uploads.give_back()
     for hold in holds:
         hold.release()

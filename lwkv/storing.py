@@ -13,6 +13,7 @@ from lwkv.connectors.saver import Save
 from lwkv.connectors.upload import OUT_OF_MEMORY
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
 from lwkv.storage import StorageManager, Write
 from lwkv.transfer import Transfer
@@ -61,12 +62,10 @@ class BatchStoring:
         if self._write is not None:
             new[:] = False
             new[wanted[self._write.positions]] = True
-            self._begin(transfer.only(new))
+            self._begin(transfer if new.all() else transfer.only(new), self._write.pages)
 
     def queue(self, layer: int) -> None:
         if self._write is not None and self._save is not None:
-            if layer == 1:
-                self._connector.prepare(self._save, self._write.pages)
             try:
                 self._connector.save_layer(self._save, layer, self._write.pages[layer], self._sync)
             except OUT_OF_MEMORY as error:
@@ -85,9 +84,9 @@ class BatchStoring:
         elif write is not None:
             write.abort()
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, transfer: Transfer, pages: Int64s) -> None:
         try:
-            self._save = self._connector.begin_save(transfer)
+            self._save = self._connector.begin_save(transfer, pages)
         except OUT_OF_MEMORY as error:
             self._give_up(error)
 
@@ -99,6 +98,7 @@ class BatchStoring:
 
 
 def _end_write(fence: Callable[[], None], end: Callable[[], None], save: Save) -> None:
-    """End the write once `fence` has returned; `save` is only kept until then."""
+    """End the write and give the tables back once `fence` has returned."""
     fence()
+    save.plan.uploads.give_back()
     end()

@@ -54,6 +54,12 @@ class Transfer:
     def num_chunks(self) -> int:
         return len(self.chunk_tokens)
 
+    def is_whole(self, chunk_size: int) -> bool:
+        """Whether every chunk is full and every token of it moved."""
+        return bool((self.chunk_tokens == chunk_size).all()) and not (
+            len(self.slots) and self.slots.min() < 0
+        )
+
     def only(self, chunks: npt.NDArray[np.bool_]) -> Transfer:
         """The same without the chunks that are False, bool (chunks,)."""
         return Transfer(self.chunk_tokens[chunks], self.slots[np.repeat(chunks, self.chunk_tokens)])

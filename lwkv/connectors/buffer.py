@@ -76,13 +76,15 @@ class BufferConnector(PagedConnector):
         """Say how the model turns its keys; needed before a load that moves keys to other positions."""
         self._rope = rope
 
-    def begin_load(self, transfer: Transfer, shift: Int64s | None = None) -> BufferedLoad:
+    def begin_load(
+        self, transfer: Transfer, pages: Int64s | None = None, shift: Int64s | None = None
+    ) -> BufferedLoad:
         """Start loads; `shift`, int64 (tokens,), is each token's new position less its stored one.
 
         Raises:
             RequestError: `shift` without `set_rope`, or of another length than the transfer's slots.
         """
-        load = super().begin_load(transfer)
+        load = super().begin_load(transfer, pages)
         moved = transfer.slots != NO_SLOT
         rows_of = np.where(moved, np.cumsum(moved) - 1, NO_SLOT)
         num_rows = int(moved.sum())

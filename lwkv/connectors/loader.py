@@ -44,23 +44,18 @@ class Loader:
         self._timeline = timeline
         self._spare: list[Event] = []
 
-    def begin(self, plan: Plan, num_layers: int) -> Load:
-        """Start a batch: nothing of it is written before what the current stream holds now is done."""
-        self._wait_for_readers()
-        return Load(plan, [None] * num_layers)
+    def begin(self, plan: Plan, layers: Sequence[PagedLayer], pages: Int64s | None) -> Load:
+        """Start a batch: nothing of it is written before what the current stream holds now is done.
 
-    def fetch(self, load: Load, layers: Sequence[PagedLayer], pages: Int64s) -> None:
-        """Queue the first copies, as many as fit the staging, while the host prepares the rest.
-
-        Pages are int64 (layers, chunks), all known.
+        Where all pages are known, int64 (layers, chunks), the first copies are queued, as many as fit the
+        staging: they need no more, and the host takes a while to prepare the rest.
         """
-        for number, layer in enumerate(layers):
-            room = self._lane.num_buffers - len(load.fetched)
-            if not room:
-                return
-            for batch in load.plan.copies(number, layer, pages[number])[:room]:
-                buffer = self._fetch(batch)
-                load.fetched.append((buffer, buffer.fills))
+        load = Load(plan, [None] * len(layers))
+        if pages is not None:
+            plan.know(layers, pages)
+            self._fetch_first(load, layers, pages)
+        self._wait_for_readers()
+        return load
 
     def queue(self, load: Load, layer: int, target: PagedLayer, pages: Int64s, write: Write) -> None:
         """Queue copy and kernel of one layer.
@@ -73,9 +68,8 @@ class Loader:
         """
         lane = self._lane
         recording = self._timeline.span("load", layer, lane.copies)
-        copies = load.plan.copies(layer, target, pages)
-        for part, batch in zip(load.plan.slices(target), copies, strict=True):
-            buffer = self._fetched(load) or self._fetch(batch)
+        for number, part in enumerate(load.plan.slices(target)):
+            buffer = self._fetched(load) or self._fetch(load.plan.copies(layer, target, pages)[number])
             lane.pass_on(buffer)
             self._platform.launch(lane.kernels, partial(write, target, buffer.memory, part))
             lane.take_back(buffer)
@@ -101,6 +95,15 @@ class Loader:
         event = self._platform.new_event(blocking=True)
         self._platform.record(event, self._lane.kernels)
         return partial(self._platform.synchronize_event, event)
+
+    def _fetch_first(self, load: Load, layers: Sequence[PagedLayer], pages: Int64s) -> None:
+        for number, layer in enumerate(layers):
+            room = self._lane.num_buffers - len(load.fetched)
+            if not room:
+                return
+            for batch in load.plan.copies(number, layer, pages[number])[:room]:
+                buffer = self._fetch(batch)
+                load.fetched.append((buffer, buffer.fills))
 
     def _fetch(self, batch: CopyBatch) -> StagingBuffer:
         buffer = self._lane.next_to_fill()

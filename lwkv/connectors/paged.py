@@ -15,7 +15,7 @@ import torch
 from lwkv.config import Config
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
-from lwkv.connectors.plan import Plan, Slice
+from lwkv.connectors.plan import Cut, FullRows, Plan, Slice, page_shape
 from lwkv.connectors.saver import Save, Saver
 from lwkv.connectors.upload import Uploads
 from lwkv.errors import LayoutError
@@ -120,7 +120,8 @@ class PagedConnector:
         buffers = self._config.staging_buffers
         buffer_bytes = max(self.page_bytes, self._config.staging_bytes // (2 * buffers))
         buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
-        self._chunks_per_slice = buffer_bytes // self.page_bytes
+        self._cut = self._make_cut(buffer_bytes // self.page_bytes)
+        self._spare: dict[int, list[torch.Tensor]] = {}
         self.kernels: Kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
         self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="kernels")
@@ -128,19 +129,14 @@ class PagedConnector:
         self._saver = Saver(self.platform, self.device, self._save_lane, self.kernels, timeline)
         self._pool = pool
 
-    def begin_load(self, transfer: Transfer) -> Load:
-        """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now."""
+    def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> Load:
+        """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now.
+
+        Give the pages, int64 (layers, chunks), where all are known: the first copies are then queued at once.
+        """
         plan = self._plan(transfer, self._uploads(self._load_lane.kernels))
-        return self._loader.begin(plan, self.num_layers)
-
-    def fetch(self, load: Load, pages: Int64s) -> None:
-        """Queue as many of the first copies as fit the staging; pages are int64 (layers, chunks)."""
         with self._lock:
-            self._loader.fetch(load, self.layers, pages)
-
-    def prepare(self, batch: Load | Save, pages: Int64s) -> None:
-        """Make the copies of all layers at once; pages are int64 (layers, chunks), as they will be given."""
-        batch.plan.prepare(self.layers, pages)
+            return self._loader.begin(plan, self.layers, pages)
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         """Queue one layer: pages are int64 (chunks,), in use until what `end_load` returned has returned."""
@@ -159,9 +155,14 @@ class PagedConnector:
         """End a batch; the call returned blocks until its host pages are no longer read."""
         return self._loader.end(load)
 
-    def begin_save(self, transfer: Transfer) -> Save:
-        """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT."""
-        return Save(self._plan(transfer, self._uploads(self._save_lane.kernels)))
+    def begin_save(self, transfer: Transfer, pages: Int64s) -> Save:
+        """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT.
+
+        Pages are int64 (layers, chunks), as they will be given layer by layer.
+        """
+        plan = self._plan(transfer, self._uploads(self._save_lane.kernels))
+        plan.know(self.layers, pages)
+        return Save(plan)
 
     def save_layer(self, save: Save, layer: int, pages: Int64s, sync: bool = True) -> None:
         """Queue one layer into pages, int64 (chunks,), behind what the current stream holds if `sync`."""
@@ -173,11 +174,17 @@ class PagedConnector:
         self._saver.release_blocks()
         return self._saver.end(save)
 
+    def _make_cut(self, chunks_per_slice: int) -> Cut:
+        chunk_size = self._config.chunk_size
+        shapes = {page_shape(layer, chunk_size) for layer in self.layers}
+        full_rows = {shape: FullRows.of(shape, chunks_per_slice, self.device) for shape in shapes}
+        return Cut(chunk_size, chunks_per_slice, full_rows)
+
     def _uploads(self, stream: Stream) -> Uploads:
-        return Uploads(self.platform, self.device, stream)
+        return Uploads(self.platform, self.device, stream, self._spare)
 
     def _plan(self, transfer: Transfer, uploads: Uploads) -> Plan:
-        return Plan(transfer, uploads, self._pool, self._config.chunk_size, self._chunks_per_slice)
+        return Plan(transfer, uploads, self._pool, self._cut)
 
     def _write(self, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
         self.kernels.scatter(target, staging, part.rows)

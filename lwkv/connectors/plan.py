@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +16,8 @@ from lwkv.platforms import CopyBatch
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.transfer import PageShape, Transfer
+
+FIRST_LAYERS = 2
 
 
 def page_shape(layer: PagedLayer, chunk_size: int) -> PageShape:
@@ -35,54 +37,104 @@ class Slice:
     rows: Rows
 
 
+@dataclass(frozen=True, slots=True)
+class FullRows:
+    """Where the rows of full chunks lie in a staging buffer full of them: the same for every request.
+
+    `k_rows`, `v_rows` are int64 (rows,) on the device.
+    """
+
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: PageShape, num_chunks: int, device: torch.device) -> FullRows:
+        """Make them for so many chunks; returns when they are on the device."""
+        starts = np.arange(num_chunks)[:, None] * (shape.parts * shape.rows)
+        k_rows = torch.from_numpy((starts + np.arange(shape.rows)).reshape(-1)).to(device)
+        return cls(k_rows, k_rows + shape.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How transfers are cut: in chunks of `chunk_size` tokens, and so many chunks in a staging buffer."""
+
+    chunk_size: int
+    chunks_per_slice: int
+    full_rows: Mapping[PageShape, FullRows]
+
+
 class Plan:
     """A transfer cut into slices of as many chunks as a staging buffer holds.
 
     The copies need nothing of the device; the rows, made and uploaded on first use, come after them.
     """
 
-    def __init__(
-        self, transfer: Transfer, uploads: Uploads, pool: HostPool, chunk_size: int, chunks_per_slice: int
-    ) -> None:
+    def __init__(self, transfer: Transfer, uploads: Uploads, pool: HostPool, cut: Cut) -> None:
         self.transfer = transfer
         self.uploads = uploads
         self._pool = pool
-        self._chunk_size = chunk_size
-        self._chunks_per_slice = chunks_per_slice
+        self._cut = cut
         self._slices: dict[PageShape, list[Slice]] = {}
+        self._known: tuple[Sequence[PagedLayer], Int64s] | None = None
         self._prepared: list[Sequence[CopyBatch]] = []
+        self._num_prepared = 0
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""
-        shape = page_shape(layer, self._chunk_size)
+        shape = page_shape(layer, self._cut.chunk_size)
         if shape not in self._slices:
-            self._slices[shape] = self._make_slices(shape)
+            whole = self.transfer.is_whole(self._cut.chunk_size)
+            self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
         return self._slices[shape]
 
-    def prepare(self, layers: Sequence[PagedLayer], pages: Int64s) -> None:
-        """Make the copies of all layers now: cheaper than one by one. Pages are int64 (layers, chunks)."""
+    def know(self, layers: Sequence[PagedLayer], pages: Int64s) -> None:
+        """Take all layers' pages, int64 (layers, chunks): their copies are then made together."""
         if all(self._kind(layer) == self._kind(layers[0]) for layer in layers):
-            self._prepared = [self._batches(first, layers[0], pages) for first in self._firsts()]
+            self._known = layers, pages
 
     def copies(self, number: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
-        """The copies of one layer, a batch for each slice; `pages`, int64 (chunks,), unless prepared."""
-        if self._prepared:
-            return [layers[number] for layers in self._prepared]
-        return [self._batches(first, layer, pages[None])[0] for first in self._firsts()]
+        """The copies of one layer, a batch for each slice; `pages`, int64 (chunks,), unless known before."""
+        if self._known is None:
+            return [self._batches(first, layer, pages[None])[0] for first in self._firsts()]
+        if number >= self._num_prepared:
+            # The first layers by themselves: they are in a hurry.
+            self._prepare(FIRST_LAYERS if number < FIRST_LAYERS else len(self._known[0]))
+        return [layers[number] for layers in self._prepared]
+
+    def _prepare(self, num_layers: int) -> None:
+        assert self._known is not None
+        layers, pages = self._known
+        self._prepared = [self._batches(first, layers[0], pages[:num_layers]) for first in self._firsts()]
+        self._num_prepared = num_layers
 
     def _firsts(self) -> range:
-        return range(0, self.transfer.num_chunks, self._chunks_per_slice)
+        return range(0, self.transfer.num_chunks, self._cut.chunks_per_slice)
 
     def _batches(self, first: int, layer: PagedLayer, pages: Int64s) -> Sequence[CopyBatch]:
-        chunks = slice(first, first + self._chunks_per_slice)
-        sizes = self.transfer.page_rows(page_shape(layer, self._chunk_size))[chunks] * layer.row_bytes
-        return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(self._chunk_size))
+        chunks, size = slice(first, first + self._cut.chunks_per_slice), self._cut.chunk_size
+        sizes = self.transfer.page_rows(page_shape(layer, size))[chunks] * layer.row_bytes
+        return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(size))
 
     def _kind(self, layer: PagedLayer) -> tuple[PageShape, int]:
-        return page_shape(layer, self._chunk_size), layer.row_bytes
+        return page_shape(layer, self._cut.chunk_size), layer.row_bytes
+
+    def _full_slices(self, shape: PageShape) -> list[Slice]:
+        slots = self.transfer.row_slots(shape.tokens_per_row)
+        if not len(slots):
+            return []
+        table = self.uploads.new_table(len(slots))
+        table[:] = slots
+        on_device, full = self.uploads.send_table(table), self._cut.full_rows[shape]
+        step = self._cut.chunks_per_slice * shape.rows
+        bounds = [*range(0, len(slots), step), len(slots)]
+        return [
+            Slice(a, b, Rows(on_device[a:b], full.k_rows[: b - a], full.v_rows[: b - a]))
+            for a, b in pairwise(bounds)
+        ]
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
-        table, bounds = self.transfer.rows(shape, self._chunks_per_slice, self._new_table)
+        table, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice, self._new_table)
         on_device = self.uploads.send_table(table) if table.size else torch.from_numpy(table)
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
 

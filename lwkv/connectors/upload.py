@@ -17,13 +17,20 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 class Uploads:
     """Copies host tables to a device on one stream and keeps the page-locked originals.
 
-    The device tensors belong to `stream`, the originals to this object: keep it until the stream is past.
+    The device tensors belong to `stream`, the originals to this object until `give_back`, for which the
+    stream must be past them.
+
+    Args:
+        spare: page-locked memory by size, shared with those before and after.
     """
 
-    def __init__(self, platform: Platform, device: torch.device, stream: Stream) -> None:
+    def __init__(
+        self, platform: Platform, device: torch.device, stream: Stream, spare: dict[int, list[torch.Tensor]]
+    ) -> None:
         self._platform = platform
         self._device = device
         self._stream = stream
+        self._spare = spare
         self._pinned: list[torch.Tensor] = []
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
@@ -42,9 +49,17 @@ class Uploads:
         """Queue the copy of what `new_table` made, which may not change any more, and return the device's."""
         return self._push(torch.from_numpy(table))
 
+    def give_back(self) -> None:
+        """Let others use the page-locked memory; the tables made from it are no more."""
+        for memory in self._pinned:
+            self._spare[memory.nbytes].append(memory)
+        self._pinned = []
+
     def _new(self, nbytes: int) -> torch.Tensor:
-        # The platform's allocator keeps freed memory by powers of two; other sizes it page-locks anew.
-        memory = self._platform.alloc_pinned(1 << (nbytes - 1).bit_length())
+        # Few sizes, so that what is spare fits; platforms page-lock powers of two at no loss.
+        size = 1 << (nbytes - 1).bit_length()
+        spare = self._spare.setdefault(size, [])
+        memory = spare.pop() if spare else self._platform.alloc_pinned(size)
         self._pinned.append(memory)
         return memory[:nbytes]
 

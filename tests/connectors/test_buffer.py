@@ -270,7 +270,7 @@ class Keys:
     def load(self, shift: Any, slots: Any) -> list[Tensor]:
         """K and V of every layer, each [2, 24, 2, 6], from the slots of a load with `shift`."""
         hold = self.bench.hold()
-        load = self.bench.connector.begin_load(transfer(slots), np.array(shift, np.int64))
+        load = self.bench.connector.begin_load(transfer(slots), shift=np.array(shift, np.int64))
         self.bench.queue(load, hold, range(2))
         self.bench.connector.wait_layer(load, 1)
         self.bench.end(load, hold)
@@ -306,7 +306,7 @@ def test_a_shift_of_nothing_changes_nothing(platform: Platform, device: torch.de
 
 def test_a_shift_needs_the_model_s_rope_and_one_entry_a_token(bench: Bench) -> None:
     with pytest.raises(RequestError, match="call set_rope first"):
-        bench.connector.begin_load(transfer(), np.zeros(24, np.int64))
+        bench.connector.begin_load(transfer(), shift=np.zeros(24, np.int64))
     bench.connector.set_rope(Rope((1.0,)))
     with pytest.raises(RequestError, match="shift has 23 entries, the transfer has 24 tokens"):
-        bench.connector.begin_load(transfer(), np.zeros(23, np.int64))
+        bench.connector.begin_load(transfer(), shift=np.zeros(23, np.int64))

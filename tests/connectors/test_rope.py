@@ -24,7 +24,7 @@ def test_frequencies_are_finite_and_there(frequencies: tuple[float, ...]) -> Non
 def test_each_row_has_the_cosines_and_sines_of_its_shift(platform: Platform, device: torch.device) -> None:
     frequencies, shift = (1.0, 0.1, 0.003), np.array([5, -70000, 5, 0], np.int64)
     stream = platform.current_stream(device)
-    turn = Turn(Rope(frequencies), shift, Uploads(platform, device, stream))
+    turn = Turn(Rope(frequencies), shift, Uploads(platform, device, stream, {}))
     tables: list[torch.Tensor] = []
     rows = torch.tensor([3, 1, 0], device=device)
     platform.launch(stream, lambda: tables.extend(turn.of(rows)))
