@@ -1,1 +1,1 @@
-"""What lwkv's speed is, measured: `lwkv bench`, or `python -m lwkv.benchmarks`."""
+"""What lwkv's speed is, measured: `lwkv bench`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,17 +11,26 @@ import torch
 
 from lwkv.benchmarks.shapes import Shape
 from lwkv.config import Config
+from lwkv.connectors import LayoutHints
 from lwkv.engine import CacheEngine
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
+from lwkv.pool import PAGE_ALIGNMENT
+from lwkv.storage import Tier
+from lwkv.timeline import Timeline
 
 Slots = npt.NDArray[np.int64]
+
+LAYOUTS = ("vllm_2bnhd", "vllm_b2nhd", "vllm_bhn2d")
+MLA_LAYOUT = "vllm_mla"
 
 
 class Bed:
     """Caches of `shape` for `num_tokens` tokens in two places, random blocks both, and the engine on them.
 
-    `source` and `target` are int64 (num_tokens,), the slots of the two places.
+    `source` and `target` are int64 (num_tokens,), the slots of the two places. Host memory for `prompts`
+    whole prompts is page-locked at once, so that this is in nobody's time: a new prompt then takes the place
+    of the one that was used least recently. Leaving a `with` block gives all of it back.
     """
 
     def __init__(
@@ -29,73 +39,123 @@ class Bed:
         device: torch.device,
         shape: Shape,
         num_tokens: int,
-        layout: str = "vllm_bhn2d",
-        extra: Mapping[str, object] | None = None,
-        spare_tokens: int = 0,
+        layout: str = LAYOUTS[-1],
+        prompts: int = 4,
+        tiers: Sequence[Tier] = (),
+        timeline: Timeline | None = None,
     ) -> None:
         self.platform, self.device, self.shape, self.num_tokens = platform, device, shape, num_tokens
-        per_place = -(-(num_tokens + spare_tokens) // shape.block_size)
-        self.caches = [_new_cache(shape, 2 * per_place, layout, device) for _ in range(shape.num_layers)]
+        per_place = -(-num_tokens // shape.block_size)
+        layout = MLA_LAYOUT if shape.use_mla else layout
+        self._memory = [_new_memory(shape, 2 * per_place, layout, device) for _ in range(shape.num_layers)]
+        self.caches = [_as_registered(memory, layout) for memory in self._memory]
         blocks = np.random.default_rng(0).permutation(2 * per_place)
-        self.source = _slots(blocks[:per_place], shape.block_size)
-        self.target = _slots(blocks[per_place:], shape.block_size)
-        gib = shape.kv_bytes(num_tokens) / 2**30
-        config = Config(
-            chunk_size=shape.chunk_size,
-            use_layerwise=True,
-            max_local_cpu_size=2.5 * gib + 0.1,
-            extra_config={"reserve_gib": 2.2 * gib + 0.05, **(extra or {})},
+        self.source = _slots(blocks[:per_place], shape.block_size)[:num_tokens]
+        self.target = _slots(blocks[per_place:], shape.block_size)[:num_tokens]
+        self._numbers = itertools.count()
+        self.engine = CacheEngine.create(
+            _config(shape, num_tokens, prompts),
+            _metadata(shape),
+            self.caches,
+            layout_hints=LayoutHints(block_size=shape.block_size, layout=layout),
+            platform=platform,
+            tiers=tiers,
+            timeline=timeline,
         )
-        metadata = CacheMetadata(
-            shape.name,
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_size,
-            shape.dtype,
-            use_mla=shape.use_mla,
-        )
-        hints = {"block_size": shape.block_size, "layout": "vllm_mla" if shape.use_mla else layout}
-        self.engine = CacheEngine.create(config, metadata, self.caches, layout_hints=hints, platform=platform)
 
-    def prompt(self, number: int) -> Slots:
-        """Token ids that no other number shares, int64 (num_tokens,)."""
-        return np.arange(self.num_tokens, dtype=np.int64) + (number << 32)
+    def new_prompt(self) -> Slots:
+        """Token ids that no prompt before has, int64 (num_tokens,): nothing of it is known or skipped."""
+        return np.arange(self.num_tokens, dtype=np.int64) + next(self._numbers) * self.num_tokens
 
     def fill(self) -> None:
         """Write random bytes to all caches."""
-        for cache in self.caches:
-            raw = cache if cache.is_contiguous() else torch.as_strided(cache, (cache.numel(),), (1,))
-            raw.view(torch.uint8).random_(0, 256)
+        for memory in self._memory:
+            memory.view(torch.uint8).random_(0, 256)
 
-    def store(self, tokens: Slots) -> None:
-        """Store the source slots as `tokens`, and wait until they can be looked up."""
-        self.engine.store(tokens, slot_mapping=self.source[: len(tokens)])
-        assert self.engine.flush(), "stores did not end"
+    def clear_target(self) -> None:
+        """Write zeros to the target slots, which the source slots are not full of after `fill`."""
+        target = self._place(self.target)
+        for part in self._parts():
+            part[target] = 0
 
-    def rows(self, cache: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """The bytes of `slots`, gathered on the device, for a comparison."""
-        layer = next(item for item in self.engine.connector.layers if item.k.data_ptr() == cache.data_ptr())
-        index = torch.from_numpy(slots).to(self.device)
-        place = index // self.shape.block_size, index % self.shape.block_size
-        parts = [layer.k[place]] if layer.v is None else [layer.k[place], layer.v[place]]
-        return torch.stack(parts)
+    def keep(self, tokens: Slots) -> None:
+        """See to it that all of `tokens` is cached: a prompt may have had to make room for a newer one.
 
-    def places_agree(self) -> bool:
-        """Whether the target slots hold what the source slots hold, byte for byte."""
-        count = self.num_tokens - self.num_tokens % self.shape.chunk_size
+        They are looked up, as a scheduler does, and stored from the source slots if need be.
+        """
+        if not self._is_cached(tokens):
+            self.engine.store(tokens, slot_mapping=self.source[: len(tokens)])
+            self.flush()
+        if not self._is_cached(tokens):
+            raise RuntimeError(f"{len(tokens)} tokens are not cached after they were stored")
+
+    def flush(self) -> None:
+        """Wait until all that was stored can be looked up."""
+        if not self.engine.flush():
+            raise RuntimeError("stores did not end within the time that flush gives them")
+
+    def load(self, tokens: Slots) -> None:
+        """Load all layers of `tokens` into the target slots, behind the current stream's work."""
+        self.engine.retrieve(tokens, slot_mapping=self.target[: len(tokens)])
+
+    def places_agree(self, num_tokens: int | None = None) -> bool:
+        """Whether the first target slots hold what the source slots hold, byte for byte, in whole chunks."""
         self.platform.synchronize_device(self.device)
-        return all(
-            torch.equal(self.rows(cache, self.source[:count]), self.rows(cache, self.target[:count]))
-            for cache in self.caches
-        )
+        whole = self._whole(num_tokens or self.num_tokens)
+        source, target = self._place(self.source[:whole]), self._place(self.target[:whole])
+        return all(torch.equal(part[source], part[target]) for part in self._parts())
 
     def close(self) -> None:
         """Give everything back."""
+        self.platform.synchronize_device(self.device)
         self.engine.close()
         self.caches.clear()
+        self._memory.clear()
+
+    def __enter__(self) -> Bed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _whole(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self.shape.chunk_size
+
+    def _is_cached(self, tokens: Slots) -> bool:
+        return self.engine.lookup(tokens) == self._whole(len(tokens))
+
+    def _place(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.from_numpy(slots).to(self.device)
+        return index // self.shape.block_size, index % self.shape.block_size
+
+    def _parts(self) -> Iterator[torch.Tensor]:
+        for layer in self.engine.connector.layers:
+            yield from (part for part in (layer.k, layer.v) if part is not None)
 
 
-def _new_cache(shape: Shape, num_blocks: int, layout: str, device: torch.device) -> torch.Tensor:
+def _config(shape: Shape, num_tokens: int, prompts: int) -> Config:
+    page = -(-shape.chunk_size * shape.token_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+    gib = prompts * shape.num_layers * (num_tokens // shape.chunk_size) * page / 2**30
+    return Config(
+        chunk_size=shape.chunk_size,
+        use_layerwise=True,
+        max_local_cpu_size=gib,
+        extra_config={"reserve_gib": gib},
+    )
+
+
+def _metadata(shape: Shape) -> CacheMetadata:
+    return CacheMetadata(
+        shape.name,
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_size,
+        shape.dtype,
+        use_mla=shape.use_mla,
+    )
+
+
+def _new_memory(shape: Shape, num_blocks: int, layout: str, device: torch.device) -> torch.Tensor:
     block, heads, size = shape.block_size, shape.num_kv_heads, shape.head_size
     sizes = {
         "vllm_mla": (num_blocks, block, size),
@@ -104,9 +164,11 @@ def _new_cache(shape: Shape, num_blocks: int, layout: str, device: torch.device)
         # Token by token in memory, as vLLM keeps it on GPUs; head by head in the logical shape.
         "vllm_bhn2d": (num_blocks, block, heads, 2 * size),
     }
-    name = "vllm_mla" if shape.use_mla else layout
-    cache = torch.zeros(sizes[name], dtype=shape.dtype, device=device)
-    return cache.transpose(1, 2) if name == "vllm_bhn2d" else cache
+    return torch.zeros(sizes[layout], dtype=shape.dtype, device=device)
+
+
+def _as_registered(memory: torch.Tensor, layout: str) -> torch.Tensor:
+    return memory.transpose(1, 2) if layout == "vllm_bhn2d" else memory
 
 
 def _slots(blocks: Slots, block_size: int) -> Slots:

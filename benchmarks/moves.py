@@ -2,91 +2,94 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from lwkv.benchmarks.bed import Bed, Slots
-from lwkv.benchmarks.timing import gb_per_s, median_ms
-from lwkv.platforms import Platform
-
-NEW_PROMPTS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """What one plain page-locked copy reaches, in GB/s; `both` is each way with both under way."""
-
-    load: float
-    save: float
-    both: float
+from lwkv.benchmarks.bench import Bench
+from lwkv.benchmarks.findings import Findings, table
+from lwkv.benchmarks.timing import gb_per_s
 
 
-def measure_ceilings(platform: Platform, device: torch.device, num_bytes: int, repeats: int) -> Ceilings:
-    """Copy `num_bytes` page-locked bytes each way, alone and together."""
-    there, back = platform.alloc_pinned(num_bytes), platform.alloc_pinned(num_bytes)
-    to = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    source = torch.empty_like(to)
-    down, up = platform.new_stream(device), platform.new_stream(device)
+@dataclass(frozen=True)
+class Move:
+    """GB/s of the engine end to end, of plain copies of the same kind, and their ratio."""
 
-    def load() -> None:
-        platform.copy_async(to, there, down)
-
-    def save() -> None:
-        platform.copy_async(back, source, up)
-
-    def both() -> None:
-        load()
-        save()
-
-    times = [median_ms(platform, device, work, repeats) for work in (load, save, both)]
-    return Ceilings(*(gb_per_s(num_bytes, ms) for ms in times))
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """GB/s of the engine end to end; `exact` says whether the bytes loaded equal those stored."""
-
-    load: float
-    save: float
-    both: float
+    name: str
+    gb_s: float
+    ceiling_gb_s: float
+    ratio: float
     exact: bool
 
 
-def measure_moves(bed: Bed, repeats: int) -> Moves:
-    """Retrieve and store all layers of one prompt, alone and at once (each way's GB/s)."""
-    engine, device = bed.engine, bed.device
-    measure = partial(median_ms, bed.platform, device, repeats=repeats)
-    num_bytes = bed.shape.kv_bytes(bed.num_tokens)
-    # New token ids each time: what is stored under a key stays as it was.
-    numbers = itertools.count(NEW_PROMPTS)
-    bed.fill()
-    kept = bed.prompt(next(numbers))
-    bed.store(kept)
+@dataclass(frozen=True)
+class Moves(Findings):
+    """Retrieves and stores of one prompt of `tokens` tokens, all layers; bytes checked after each kind."""
 
-    def load() -> None:
-        engine.retrieve(kept, slot_mapping=bed.target)
+    tokens: int
+    num_bytes: int
+    moves: list[Move]
+
+    def lines(self, absolute: bool) -> Iterator[str]:
+        yield f"{self.tokens} tokens, {self.num_bytes / 1e9:.3g} GB, over a plain copy of as much"
+        yield from _table(self.moves, absolute)
+
+    def faults(self) -> Iterator[str]:
+        for move in self.moves:
+            if not move.exact:
+                yield f"{move.name}: the bytes that were loaded differ from those that were stored"
+
+
+def measure_moves(bench: Bench) -> Moves:
+    """Retrieve and store all layers of one prompt, alone and at once (each way's GB/s)."""
+    num_bytes = bench.shape.kv_bytes(bench.prefix)
+    ceilings = bench.ceilings
+    measured = []
+    with bench.bed() as bed:
+        for name, measure, ceiling in (
+            ("load", _measure_load, ceilings.load_gb_s),
+            ("save", _measure_save, ceilings.save_gb_s),
+            ("both at once, each", _measure_both, ceilings.both_gb_s),
+        ):
+            ms, exact = measure(bench, bed)
+            speed = gb_per_s(num_bytes, ms)
+            measured.append(Move(name, speed, ceiling, speed / ceiling, exact))
+    return Moves(bench.prefix, num_bytes, measured)
+
+
+def _measure_load(bench: Bench, bed: Bed) -> tuple[float, bool]:
+    bed.fill()
+    kept = bed.new_prompt()
+    ms = bench.median_ms(lambda: bed.load(kept), before=lambda: bed.keep(kept))
+    return ms, bed.places_agree()
+
+
+def _measure_save(bench: Bench, bed: Bed) -> tuple[float, bool]:
+    bed.fill()
+    stored: list[Slots] = []
 
     def save() -> None:
-        engine.store(bed.prompt(next(numbers)), slot_mapping=bed.source)
-        engine.flush()
+        # New token ids each time: what is stored under a key stays as it was.
+        stored.append(bed.new_prompt())
+        bed.engine.store(stored[-1], slot_mapping=bed.source)
+        bed.flush()
+
+    ms = bench.median_ms(save)
+    return ms, _arrived(bed, stored[-1])
+
+
+def _measure_both(bench: Bench, bed: Bed) -> tuple[float, bool]:
+    bed.fill()
+    kept, stored = bed.new_prompt(), [bed.new_prompt()]
 
     def both() -> None:
-        for _ in _alternate(bed, kept, bed.prompt(next(numbers))):
+        stored[0] = bed.new_prompt()
+        for _ in _alternate(bed, kept, stored[0]):
             pass
-        engine.flush()
+        bed.flush()
 
-    load_ms = measure(work=load)
-    exact = bed.places_agree()
-    return Moves(
-        load=gb_per_s(num_bytes, load_ms),
-        save=gb_per_s(num_bytes, measure(work=save)),
-        both=gb_per_s(num_bytes, measure(work=both)),
-        exact=exact,
-    )
+    ms = bench.median_ms(both, before=lambda: bed.keep(kept))
+    return ms, bed.places_agree() and _arrived(bed, stored[0])
 
 
 def _alternate(bed: Bed, kept: Slots, new: Slots) -> Iterator[None]:
@@ -97,3 +100,21 @@ def _alternate(bed: Bed, kept: Slots, new: Slots) -> Iterator[None]:
     for _ in range(bed.shape.num_layers + 1):
         next(loading)
         yield next(storing)
+
+
+def _arrived(bed: Bed, stored: Slots) -> bool:
+    """Whether what was stored from the source slots comes back as it is."""
+    if bed.engine.lookup(stored) == 0:
+        return False
+    bed.clear_target()
+    bed.load(stored)
+    return bed.places_agree()
+
+
+def _table(moves: list[Move], absolute: bool) -> Iterator[str]:
+    head = ["", "GB/s", "plain copy", "ratio", "bytes"] if absolute else ["", "ratio", "bytes"]
+    rows = []
+    for move in moves:
+        speeds = [f"{move.gb_s:.1f}", f"{move.ceiling_gb_s:.1f}"] if absolute else []
+        rows.append([move.name, *speeds, f"{move.ratio:.3f}", "exact" if move.exact else "WRONG"])
+    yield from table(head, rows)

@@ -3,128 +3,129 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from lwkv.benchmarks.bed import Bed
+from lwkv.benchmarks.bed import Bed, Slots
+from lwkv.benchmarks.bench import Bench
+from lwkv.benchmarks.findings import Findings, table
+from lwkv.benchmarks.prefill import HostTimes, median_host_ms, prefill, timed
 from lwkv.benchmarks.stack import Stack
-from lwkv.benchmarks.timing import median_ms
 from lwkv.engine import Request
 from lwkv.steps import LayerSteps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Overlap:
-    """Milliseconds of one prefill; `wait_us` is the host's median time in the wait hook of a layer."""
+    """Milliseconds of one prefill of `suffix` tokens over `prefix` cached ones.
 
+    `ratio` is layerwise over the larger of compute and load: 1 is perfect. `wait_ms` is the host's median
+    time in the wait hook of a layer, `start_ms` that in start_load_kv.
+    """
+
+    prefix: int
     suffix: int
-    compute: float
-    load: float
-    layerwise: float
-    bulk: float
-    wait_us: float
-    start_us: float
-
-    @property
-    def ratio(self) -> float:
-        """Layerwise over the larger of its two parts: 1 is perfect."""
-        return self.layerwise / max(self.compute, self.load)
+    compute_ms: float
+    load_ms: float
+    layerwise_ms: float
+    bulk_ms: float
+    ratio: float
+    wait_ms: float
+    start_ms: float
 
 
-@dataclass(slots=True)
-class HostTimes:
-    """Seconds the host spent in the hooks, call by call."""
+@dataclass(frozen=True)
+class Overlaps(Findings):
+    """One Overlap for each suffix, the run's own prefix first."""
 
-    waits: list[float] = field(default_factory=list)
-    saves: list[float] = field(default_factory=list)
-    starts: list[float] = field(default_factory=list)
+    overlaps: list[Overlap]
+
+    def lines(self, absolute: bool) -> Iterator[str]:
+        yield "ms of computing a suffix, of loading its prefix, and of both; ratio: layerwise over the larger"
+        if absolute:
+            yield from _times(self.overlaps)
+        else:
+            yield from _ratios(self.overlaps)
+
+
+def measure_overlaps(bench: Bench) -> Overlaps:
+    """Measure all suffixes over the run's prefix, and some over a quarter of it and over four times it."""
+    some = bench.suffixes[2::2] or bench.suffixes[-1:]
+    found = []
+    for prefix, suffixes in (
+        (bench.prefix, bench.suffixes),
+        (bench.prefix // 4, some),
+        (bench.prefix * 4, some),
+    ):
+        with bench.bed(prefix, prompts=1) as bed:
+            bed.fill()
+            kept = bed.new_prompt()
+            found += [_measure_overlap(bench, bed, kept, suffix) for suffix in suffixes]
+    return Overlaps(found)
 
 
 @torch.inference_mode()
-def measure_overlap(bed: Bed, suffix: int, repeats: int) -> Overlap:
-    """Measure a suffix of `suffix` tokens over the bed's stored prompt 0."""
+def _measure_overlap(bench: Bench, bed: Bed, kept: Slots, suffix: int) -> Overlap:
     stack = Stack(bed.shape, bed.num_tokens, suffix, bed.device)
-    bed.store(bed.prompt(0))
     steps, hosts = LayerSteps(bed.engine), HostTimes()
-    request = Request(bed.prompt(0), bed.target[: bed.num_tokens])
 
     def compute() -> None:
-        _forward(stack, None, hosts)
+        prefill(stack)
 
     def load() -> None:
-        bed.engine.retrieve(request.tokens, slot_mapping=request.slot_mapping)
+        bed.load(kept)
 
     def layerwise() -> None:
-        steps.begin([request], [])
-        with _timed(hosts.starts):
+        steps.begin([Request(kept, bed.target)], [])
+        with timed(hosts.starts):
             steps.start_load_kv()
-        _forward(stack, steps, hosts)
+        prefill(stack, steps, hosts)
         steps.wait_for_save()
 
     def bulk() -> None:
         load()
         compute()
 
-    times = [median_ms(bed.platform, bed.device, work, repeats) for work in (compute, load, layerwise, bulk)]
-    waits, starts = statistics.median(hosts.waits) * 1e6, statistics.median(hosts.starts) * 1e6
-    return Overlap(suffix, *times, waits, starts)
+    times = bench.alternate_ms([compute, load, layerwise, bulk], before=lambda: bed.keep(kept))
+    compute_ms, load_ms, layerwise_ms, bulk_ms = (statistics.median(taken) for taken in times)
+    return Overlap(
+        prefix=bed.num_tokens,
+        suffix=suffix,
+        compute_ms=compute_ms,
+        load_ms=load_ms,
+        layerwise_ms=layerwise_ms,
+        bulk_ms=bulk_ms,
+        ratio=layerwise_ms / max(compute_ms, load_ms),
+        wait_ms=median_host_ms(hosts.waits),
+        start_ms=median_host_ms(hosts.starts),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class StoreCost:
-    """Milliseconds of one prefill without and with storing it by layers."""
-
-    tokens: int
-    without: float
-    storing: float
-    save_us: float
-
-
-@torch.inference_mode()
-def measure_store_cost(bed: Bed, repeats: int) -> StoreCost:
-    """Measure a prefill of the bed's whole prompt, with a new prompt to store each time."""
-    stack = Stack(bed.shape, 0, bed.num_tokens, bed.device)
-    steps, hosts = LayerSteps(bed.engine), HostTimes()
-    number = 1000
-
-    def without() -> None:
-        _forward(stack, None, hosts)
-
-    def storing() -> None:
-        nonlocal number
-        number += 1
-        steps.begin([], [Request(bed.prompt(number), bed.source[: bed.num_tokens])])
-        _forward(stack, steps, hosts)
-        steps.wait_for_save()
-
-    plain = median_ms(bed.platform, bed.device, without, repeats)
-    with_store = median_ms(bed.platform, bed.device, storing, repeats, before=bed.engine.flush)
-    again = median_ms(bed.platform, bed.device, without, repeats)
-    return StoreCost(bed.num_tokens, (plain + again) / 2, with_store, statistics.median(hosts.saves) * 1e6)
+def _times(overlaps: list[Overlap]) -> Iterator[str]:
+    head = ["prefix + suffix", "compute", "load", "layerwise", "bulk, then compute", "ratio"]
+    hooks = ["wait hook, us", "start, us"]
+    rows = [
+        [
+            f"{item.prefix} + {item.suffix}",
+            *(f"{ms:.1f}" for ms in (item.compute_ms, item.load_ms, item.layerwise_ms, item.bulk_ms)),
+            f"{item.ratio:.3f}",
+            *(f"{ms * 1e3:.0f}" for ms in (item.wait_ms, item.start_ms)),
+        ]
+        for item in overlaps
+    ]
+    yield from table(head + hooks, rows)
 
 
-def _forward(stack: Stack, steps: LayerSteps | None, hosts: HostTimes) -> torch.Tensor:
-    x = stack.input
-    for layer in range(stack.shape.num_layers):
-        # As in vLLM: keys and values of the new tokens first, then the wait, then attention.
-        q = stack.project(layer, x)
-        if steps is not None:
-            with _timed(hosts.waits):
-                steps.wait_for_layer_load(layer)
-        x = stack.attend(layer, x, q)
-        if steps is not None:
-            with _timed(hosts.saves):
-                steps.save_kv_layer(layer)
-        x = stack.mix(layer, x)
-    return x
-
-
-@contextmanager
-def _timed(times: list[float]) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    times.append(time.perf_counter() - start)
+def _ratios(overlaps: list[Overlap]) -> Iterator[str]:
+    rows = [
+        [
+            f"{item.prefix} + {item.suffix}",
+            f"{item.load_ms / item.compute_ms:.2f}",
+            f"{item.layerwise_ms / item.bulk_ms:.2f}",
+            f"{item.ratio:.2f}",
+        ]
+        for item in overlaps
+    ]
+    yield from table(["prefix + suffix", "load / compute", "layerwise / bulk, then compute", "ratio"], rows)

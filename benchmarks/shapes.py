@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +33,14 @@ class Shape:
         return num_tokens * self.num_layers * self.token_bytes
 
 
-LLAMA_8B = Shape("llama-3.1-8b", 32, 8, 128, 32, 4096, 14336)
-DEEPSEEK_V3 = Shape("deepseek-v3 (MLA)", 61, 1, 576, 128, 7168, 18432, use_mla=True)
-TINY = Shape("tiny", 8, 2, 32, 4, 256, 512, dtype=torch.float32)
-SHAPES = {"llama-8b": LLAMA_8B, "deepseek-v3": DEEPSEEK_V3, "tiny": TINY}
+LLAMA_8B = Shape("llama-8b", 32, 8, 128, 32, 4096, 14336)
+DEEPSEEK_V3 = Shape("deepseek-v3", 61, 1, 576, 128, 7168, 18432, use_mla=True)
+TINY = Shape("tiny", 8, 2, 64, 2, 128, 256, dtype=torch.float32, chunk_size=64)
+SHAPES = {shape.name: shape for shape in (LLAMA_8B, DEEPSEEK_V3, TINY)}
+
+
+def mla_of(shape: Shape) -> Shape:
+    """The shape with one row a token and layer that is measured beside `shape`."""
+    if shape.use_mla:
+        return shape
+    return DEEPSEEK_V3 if shape is LLAMA_8B else replace(shape, num_kv_heads=1, use_mla=True)

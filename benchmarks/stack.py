@@ -20,7 +20,8 @@ class Stack:
         self.shape = shape
 
         def random(*size: int) -> torch.Tensor:
-            return torch.randn(size, dtype=shape.dtype, device=device) * size[-1] ** -0.5
+            drawn = torch.randn(size, dtype=shape.dtype, device=device)
+            return drawn.mul_(size[-1] ** -0.5)
 
         hidden, heads, kv_heads, size = shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_size
         self._weights = [

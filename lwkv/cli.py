@@ -15,6 +15,7 @@ from lwkv.errors import LwkvError
 COMMANDS = {
     "doctor": ("lwkv.doctor", "Tell what is installed, which platform is used and why, how fast its link is"),
     "demo": ("lwkv.demo", "Run a small model with its KV cache loaded and saved layer by layer"),
+    "bench": ("lwkv.benchmarks.command", "Measure loads, saves and their overlap against the link itself"),
 }
 
 

@@ -1,0 +1,64 @@
+"""What one run of the bench measures, and on what."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lwkv.benchmarks.bed import Bed
+from lwkv.benchmarks.ceilings import Ceilings, measure_ceilings
+from lwkv.benchmarks.shapes import Shape
+from lwkv.benchmarks.timing import Work, alternate_ms
+from lwkv.errors import ConfigError
+from lwkv.platforms import Platform
+
+NUM_PARTS_OF_PREFIX = 8
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One run: a shape on a device, a cached prefix, suffixes to compute; sizes in tokens.
+
+    Raises:
+        ConfigError: the prefix cannot be cut into eight requests of whole chunks; no suffix; no repeat.
+    """
+
+    platform: Platform
+    device: torch.device
+    shape: Shape
+    prefix: int
+    suffixes: tuple[int, ...]
+    repeats: int
+
+    def __post_init__(self) -> None:
+        unit = NUM_PARTS_OF_PREFIX * self.shape.chunk_size
+        if self.prefix < 1 or self.prefix % unit:
+            raise ConfigError(f"the prefix is {self.prefix} tokens; give a multiple of {unit}")
+        if not self.suffixes or min(self.suffixes) < 1:
+            raise ConfigError(f"the suffixes are {list(self.suffixes)}; give one or more, of 1 token or more")
+        if self.repeats < 1:
+            raise ConfigError(f"the repeats are {self.repeats}; give 1 or more")
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Plain copies of as many bytes as the prefix has, measured once a run."""
+        return measure_ceilings(
+            self.platform, self.device, self.shape.kv_bytes(self.prefix), max(self.repeats, 5)
+        )
+
+    def bed(self, num_tokens: int | None = None, shape: Shape | None = None, **settings: Any) -> Bed:
+        """A bed of the run's shape for the prefix, unless others are given; other settings as Bed's."""
+        return Bed(self.platform, self.device, shape or self.shape, num_tokens or self.prefix, **settings)
+
+    def alternate_ms(self, works: Sequence[Work], before: Work | None = None) -> list[list[float]]:
+        """As `timing.alternate_ms`, on the run's device."""
+        return alternate_ms(self.platform, self.device, works, self.repeats, before)
+
+    def median_ms(self, work: Work, before: Work | None = None) -> float:
+        """As `timing.median_ms`, on the run's device."""
+        return statistics.median(self.alternate_ms([work], before)[0])

@@ -1,0 +1,192 @@
+"""The subcommand: its arguments, its files, its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from lwkv.benchmarks.bars import draw_bars
+from lwkv.benchmarks.bench import Bench
+from lwkv.benchmarks.parts import PARTS, choose_parts
+from lwkv.benchmarks.recorded import Recorded
+from lwkv.benchmarks.result import Result
+from lwkv.benchmarks.shapes import SHAPES
+from lwkv.errors import ConfigError
+from lwkv.picture import draw_timeline
+from lwkv.platforms import Platform, detect_platform
+from lwkv.platforms.registry import VARIABLE
+from lwkv.trace import write_trace
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What is measured where nothing else is asked for."""
+
+    shape: str
+    prefix: int
+    suffixes: tuple[int, ...]
+    repeats: int
+
+
+ON_DEVICE = Defaults("llama-8b", 8192, (64, 128, 256, 512, 1024, 2048, 4096), 7)
+ON_HOST = Defaults("tiny", 2048, (16, 64, 128), 5)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--platform", metavar="NAME", help=f"measure this platform, whatever {VARIABLE} says")
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help=f"whose KV cache and layers: {', '.join(SHAPES)} ({_default('shape')})",
+    )
+    parser.add_argument("--prefix", type=int, metavar="N", help=f"tokens cached ({_default('prefix')})")
+    parser.add_argument(
+        "--suffixes",
+        type=_numbers,
+        metavar="N,...",
+        help=f"tokens computed over them, one prefill each ({_default('suffixes')})",
+    )
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help=f"runs of which a median is taken ({_default('repeats')})"
+    )
+    parser.add_argument(
+        "--only", type=_names, default=(), metavar="PART,...", help=f"only these parts of {', '.join(PARTS)}"
+    )
+    parser.add_argument("--peers", action="store_true", help="measure LMCache too, where it is installed")
+    parser.add_argument(
+        "--output", type=Path, default=Path("bench-output"), metavar="DIR", help="for files (bench-output)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the files and print what was found. Returns 0, or 1 if any byte was wrong.
+
+    Raises ConfigError, ValueError or RuntimeError for what the user has to change: the platform, a shape or
+    part that there is not, sizes that do not fit, a folder that cannot be written to.
+    """
+    platform = detect_platform(args.platform)
+    bench = _bench(platform, args)
+    parts = choose_parts(platform, args.only, args.peers)
+    _make_writable(args.output)
+    result = Result.begin(bench, _command(bench, parts, args.output))
+    with _core_for_transfers(platform):
+        _measure(result, parts, args.output / "result.json")
+    files = [args.output / "result.json", *_draw(result, args.output)]
+    print(json.dumps(result.to_json(), indent=2) if args.json else "\n".join([*result.lines(), "", "Files"]))
+    if not args.json:
+        print("\n".join(f"  {file}" for file in files))
+    return 1 if result.faults() else 0
+
+
+def _bench(platform: Platform, args: argparse.Namespace) -> Bench:
+    usual = asdict(ON_HOST if platform.device_type == "cpu" else ON_DEVICE)
+    chosen = {
+        key: value if getattr(args, key) is None else getattr(args, key) for key, value in usual.items()
+    }
+    name = chosen.pop("shape")
+    if name not in SHAPES:
+        raise ConfigError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
+    return Bench(platform, platform.current_device(), SHAPES[name], **chosen)
+
+
+def _command(bench: Bench, parts: list[str], output: Path) -> str:
+    """The command that measures the same again, with nothing left to defaults."""
+    options = {
+        "platform": bench.platform.name,
+        "shape": bench.shape.name,
+        "prefix": bench.prefix,
+        "suffixes": _listed(bench.suffixes),
+        "repeats": bench.repeats,
+        "only": ",".join(parts),
+        "output": output,
+    }
+    return shlex.join(
+        ["lwkv", "bench", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+    )
+
+
+def _measure(result: Result, parts: list[str], path: Path) -> None:
+    """Run the parts one by one; what was found is in the file after each, should a later one not end."""
+    for name in parts:
+        print(f"lwkv bench: {name} ...", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        result.parts[name] = PARTS[name].measure(result.bench)
+        # Engines and caches of one part are not to be there in the next.
+        gc.collect()
+        result.part_ms[name] = (time.perf_counter() - start) * 1e3
+        result.write(path)
+
+
+def _draw(result: Result, folder: Path) -> Iterator[Path]:
+    """Write what there is to see: bars, and picture and trace of the recorded prefill."""
+    recorded = result.parts.get("timeline")
+    if isinstance(recorded, Recorded):
+        trace = folder / "prefill.trace.json"
+        write_trace(recorded.timeline(), trace)
+        yield trace
+    if not find_spec("matplotlib"):
+        print("lwkv bench: no pictures without matplotlib: pip install 'lwkv[bench]'", file=sys.stderr)
+        return
+    if isinstance(recorded, Recorded):
+        title = f"Prefill of {recorded.suffix} tokens over {recorded.prefix} cached ones"
+        draw_timeline(recorded.timeline(), folder / "prefill.png", title)
+        yield folder / "prefill.png"
+    if draw_bars(result.to_json(), folder / "bars.png"):
+        yield folder / "bars.png"
+
+
+@contextmanager
+def _core_for_transfers(platform: Platform) -> Iterator[None]:
+    """Where the host is the device, keep one core free of compute: transfers are threads there."""
+    before = torch.get_num_threads()
+    if platform.device_type == "cpu":
+        torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - 1)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _make_writable(folder: Path) -> None:
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder}: {error.strerror}; choose a folder with --output"
+        ) from error
+
+
+def _default(key: str) -> str:
+    told = [_listed(getattr(defaults, key)) for defaults in (ON_DEVICE, ON_HOST)]
+    return f"{told[0]}; on cpu {told[1]}"
+
+
+def _listed(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = _names(text)
+    if not words or not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 64,512")
+    return tuple(map(int, words))

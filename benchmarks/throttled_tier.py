@@ -1,0 +1,44 @@
+"""A lower tier that is exactly as fast as it is told to be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from lwkv.keys import ChunkKey, LayerKey
+from lwkv.storage import Status
+
+
+class ThrottledTier:
+    """Keeps pages in a dictionary; reading takes `seconds_per_byte`, one read after another."""
+
+    name = "throttled"
+
+    def __init__(self) -> None:
+        self.seconds_per_byte = 0.0
+        self._pages: dict[LayerKey, torch.Tensor] = {}
+        self._link = threading.Lock()
+
+    def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
+        return [LayerKey(key, 0) in self._pages for key in keys]
+
+    def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+        with self._link:
+            time.sleep(self.seconds_per_byte * sum(page.nbytes for page in pages))
+        return [self._fill(key, page) for key, page in zip(keys, pages, strict=True)]
+
+    def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+        self._pages.update((key, page.clone()) for key, page in zip(keys, pages, strict=True))
+        return [Status.OK] * len(keys)
+
+    def close(self) -> None:
+        self._pages.clear()
+
+    def _fill(self, key: LayerKey, page: torch.Tensor) -> Status:
+        if key not in self._pages:
+            return Status.MISS
+        page.copy_(self._pages[key])
+        return Status.OK
