@@ -65,8 +65,10 @@ def _measure_hooks(bench: Bench, chunks: int) -> HostTime:
         bed.keep(side_by_side)
         _keep_by_chunks(bed, scattered)
         # Loads first: what is saved takes the place of what is kept.
-        loads = [*_measure_loads(bench, bed, side_by_side), *_measure_loads(bench, bed, scattered)]
-        return HostTime(chunks, *loads, _measure_saves(bench, bed))
+        start_ms, wait_ms = _measure_loads(bench, bed, side_by_side)
+        scattered_start_ms, scattered_wait_ms = _measure_loads(bench, bed, scattered)
+        save_ms = _measure_saves(bench, bed)
+    return HostTime(chunks, start_ms, wait_ms, scattered_start_ms, scattered_wait_ms, save_ms)
 
 
 def _keep_by_chunks(bed: Bed, tokens: Slots) -> None:

@@ -80,10 +80,12 @@ def _measure_speed(bench: Bench, bed: Bed, layout: str) -> KernelSpeed:
 def _works(bed: Bed) -> list[Work]:
     layers, kernels = bed.engine.connector.layers, bed.engine.connector.kernels
     staging = torch.zeros(bed.num_tokens * bed.shape.token_bytes, dtype=torch.uint8, device=bed.device)
-    other, rows = torch.zeros_like(staging), _rows(bed)
+    rows = _rows(bed)
+    # As much memory as the layers have: a cache that holds one would flatter the copy.
+    others = torch.zeros(len(layers), len(staging), dtype=torch.uint8, device=bed.device)
 
     def copy() -> None:
-        for _ in layers:
+        for other in others:
             other.copy_(staging)
 
     def scatter() -> None:

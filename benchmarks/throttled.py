@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Findings, table
+from lwkv.benchmarks.prefill import timed
 from lwkv.benchmarks.throttled_tier import ThrottledTier
+from lwkv.benchmarks.timing import median_ratio
 from lwkv.engine import Request
 from lwkv.steps import LayerSteps
 
@@ -23,8 +25,13 @@ NUM_CHUNKS = 4
 
 @dataclass(frozen=True)
 class ThrottledRun:
-    """A step whose layers take `load_ms` to read and `compute_ms` to compute, and the least it could take."""
+    """Medians of steps whose layers take `load_ms` to read and `compute_ms` to compute.
 
+    `ideal_ms` is the least that this can take: the longer of the two for every layer, and the shorter once.
+    Both are as long as the sleeps really were. `wanted` is load over compute as it was asked for.
+    """
+
+    wanted: float
     load_ms: float
     compute_ms: float
     ideal_ms: float
@@ -44,7 +51,7 @@ class Throttled(Findings):
         yield f"{self.num_layers} layers from a throttled tier, a model that sleeps"
         rows = [
             [
-                f"load / compute of a layer = {run.load_ms / run.compute_ms:g}",
+                f"load / compute of a layer = {run.wanted:g}",
                 *(f"{ms:.1f}" for ms in (run.total_ms, run.ideal_ms)),
                 f"{run.ratio:.3f}",
             ]
@@ -72,22 +79,39 @@ def measure_throttled(bench: Bench) -> Throttled:
         return Throttled(bed.shape.num_layers, runs, bed.places_agree())
 
 
-def _measure_run(bench: Bench, bed: Bed, kept: Slots, tier: ThrottledTier, ratio: float) -> ThrottledRun:
-    num_layers, load_ms = bed.shape.num_layers, ratio * COMPUTE_MS
-    tier.seconds_per_byte = load_ms / 1e3 / (bed.num_tokens * bed.shape.token_bytes)
-    ideal = num_layers * max(load_ms, COMPUTE_MS) + min(load_ms, COMPUTE_MS)
+def _measure_run(bench: Bench, bed: Bed, kept: Slots, tier: ThrottledTier, wanted: float) -> ThrottledRun:
+    num_layers = bed.shape.num_layers
+    tier.seconds_per_byte = wanted * COMPUTE_MS / 1e3 / (bed.num_tokens * bed.shape.token_bytes)
     steps = LayerSteps(bed.engine)
+    sleeps: list[tuple[float, float]] = []
 
     def step() -> None:
+        computed: list[float] = []
+        tier.reads.clear()
         steps.begin([Request(kept, bed.target)], [])
         steps.start_load_kv()
         for layer in range(num_layers):
             steps.wait_for_layer_load(layer)
             # The model is on the host here: it may not begin before its layer is there.
             bed.platform.synchronize_stream(bed.platform.current_stream(bed.device))
-            time.sleep(COMPUTE_MS / 1e3)
+            with timed(computed):
+                time.sleep(COMPUTE_MS / 1e3)
         steps.wait_for_save()
+        sleeps.append((_mean_ms(tier.reads), _mean_ms(computed)))
 
     bed.clear_target()
-    total = statistics.median(bench.alternate_ms([step], before=bed.flush)[0])
-    return ThrottledRun(load_ms, COMPUTE_MS, ideal, total, total / ideal)
+    totals = bench.alternate_ms([step], before=bed.flush)[0]
+    # As in the times, the first round is not counted.
+    ideals = [num_layers * max(pair) + min(pair) for pair in sleeps[1:]]
+    return ThrottledRun(
+        wanted=wanted,
+        load_ms=statistics.median(load for load, _ in sleeps[1:]),
+        compute_ms=statistics.median(compute for _, compute in sleeps[1:]),
+        ideal_ms=statistics.median(ideals),
+        total_ms=statistics.median(totals),
+        ratio=median_ratio(totals, ideals),
+    )
+
+
+def _mean_ms(seconds: list[float]) -> float:
+    return statistics.fmean(seconds) * 1e3

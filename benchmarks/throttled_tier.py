@@ -8,17 +8,22 @@ from collections.abc import Sequence
 
 import torch
 
+from lwkv.benchmarks.prefill import timed
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage import Status
 
 
 class ThrottledTier:
-    """Keeps pages in a dictionary; reading takes `seconds_per_byte`, one read after another."""
+    """Keeps pages in a dictionary; reading takes `seconds_per_byte`, one read after another.
+
+    `reads` has the seconds that each read really took, call by call.
+    """
 
     name = "throttled"
 
     def __init__(self) -> None:
         self.seconds_per_byte = 0.0
+        self.reads: list[float] = []
         self._pages: dict[LayerKey, torch.Tensor] = {}
         self._link = threading.Lock()
 
@@ -26,9 +31,9 @@ class ThrottledTier:
         return [LayerKey(key, 0) in self._pages for key in keys]
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
-        with self._link:
+        with self._link, timed(self.reads):
             time.sleep(self.seconds_per_byte * sum(page.nbytes for page in pages))
-        return [self._fill(key, page) for key, page in zip(keys, pages, strict=True)]
+            return [self._fill(key, page) for key, page in zip(keys, pages, strict=True)]
 
     def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         self._pages.update((key, page.clone()) for key, page in zip(keys, pages, strict=True))
