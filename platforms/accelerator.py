@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from lwkv.platforms.host_memory import (
 )
 from lwkv.platforms.protocol import CopyBatch, Event, Features, Stream
 from lwkv.platforms.stream_switch import StreamSwitch
+from lwkv.platforms.triton_driver import triton_serves
 
 # What a device module without its driver, or built without it, raises.
 ABSENT = (AssertionError, AttributeError, ImportError, OSError, RuntimeError)
@@ -55,7 +55,7 @@ class Accelerator:
     def probe_features(self) -> Features:
         return Features(
             event_timing=True,
-            triton=find_spec("triton") is not None,
+            triton=self.is_available() and triton_serves(self.device_type),
             stream_priority=True,
         )
 
@@ -148,17 +148,23 @@ class Accelerator:
         return nbytes > 0 and is_byte_pinned(first) and is_byte_pinned(first + nbytes - 1)
 
     def host_register(self, memory: torch.Tensor) -> bool:
-        return self.features.host_register and self.register_range(memory.data_ptr(), memory.nbytes)
+        if not self.features.host_register:
+            return False
+        address, device = memory.data_ptr(), self.module.current_device()
+        if not self.register_range(address, memory.nbytes, device):
+            return False
+        self._registered[address] = device
+        return True
 
     def host_unregister(self, memory: torch.Tensor) -> None:
-        self.unregister_range(memory.data_ptr())
+        self._unregister(memory.data_ptr())
 
-    def register_range(self, address: int, nbytes: int) -> bool:
-        """Page-lock host memory; called only where `features.host_register` holds."""
+    def register_range(self, address: int, nbytes: int, device: int) -> bool:
+        """Page-lock host memory by way of `device`; called only where `features.host_register` holds."""
         return False
 
-    def unregister_range(self, address: int) -> None:
-        """Undo `register_range`."""
+    def unregister_range(self, address: int, device: int) -> None:
+        """Undo `register_range`, on whatever thread drops the memory: its current device may be another."""
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         check_copy(dst, src)
@@ -231,8 +237,18 @@ class Accelerator:
             raise no_memory(nbytes) from error
         if not self.host_register(memory):
             raise no_memory(nbytes)
-        call_at_end(owner, partial(self.unregister_range, memory.data_ptr()))
+        call_at_end(owner, partial(self._unregister, memory.data_ptr()))
         return memory
+
+    @cached_property
+    def _registered(self) -> dict[int, int]:
+        """The device that each address was registered by way of."""
+        return {}
+
+    def _unregister(self, address: int) -> None:
+        device = self._registered.pop(address, None)
+        if device is not None:
+            self.unregister_range(address, device)
 
 
 def _runs(buffer: torch.Tensor, batch: CopyBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

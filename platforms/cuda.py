@@ -47,12 +47,12 @@ class CUDA(Accelerator):
             batch_copy=driver is not None and driver.has_batch,
         )
 
-    def register_range(self, address: int, nbytes: int) -> bool:
-        return self.driver is not None and self.driver.register(address, nbytes, self.module.current_device())
+    def register_range(self, address: int, nbytes: int, device: int) -> bool:
+        return self.driver is not None and self.driver.register(address, nbytes, device)
 
-    def unregister_range(self, address: int) -> None:
+    def unregister_range(self, address: int, device: int) -> None:
         if self.driver is not None:
-            self.driver.unregister(address)
+            self.driver.unregister(address, device)
 
     def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
         driver = self._batching(batch, stream)

@@ -117,12 +117,13 @@ class CudaDriver:
             self._leave(entered)
 
     def register(self, address: int, nbytes: int, device: int) -> bool:
-        """Page-lock host memory for all devices; False where the driver will not."""
-        with self._some_context(device):
+        """Page-lock host memory for all devices, in `device`'s context; False where the driver will not."""
+        with self._context_of_device(device):
             return self._calls["cuMemHostRegister_v2"](address, nbytes, _PORTABLE) == 0
 
-    def unregister(self, address: int) -> None:
-        with self._some_context(0):
+    def unregister(self, address: int, device: int) -> None:
+        """Undo `register`, which was given the same device: another one's context may not be there yet."""
+        with self._context_of_device(device):
             self._do("cuMemHostUnregister", address)
 
     def _find_batch(self) -> tuple[Callable[..., int] | None, bool]:
@@ -136,8 +137,8 @@ class CudaDriver:
         return None, False
 
     @contextmanager
-    def _some_context(self, device: int) -> Iterator[None]:
-        entered = self._enter(self._current_context() or self._primary_context(device))
+    def _context_of_device(self, device: int) -> Iterator[None]:
+        entered = self._enter(self._primary_context(device))
         try:
             yield
         finally:

@@ -5,6 +5,8 @@ Checked against API signatures and a simulated device; not run on hardware.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from lwkv.platforms.accelerator import ABSENT, Accelerator
@@ -26,11 +28,25 @@ class MUSA(Accelerator):
     def probe_features(self) -> Features:
         return replace(super().probe_features(), blending=False, host_register=self._can_register())
 
-    def register_range(self, address: int, nbytes: int) -> bool:
+    def register_range(self, address: int, nbytes: int, device: int) -> bool:
         return int(self.module.musart().musaHostRegister(address, nbytes, _PORTABLE)) == 0
 
-    def unregister_range(self, address: int) -> None:
-        self.module.musart().musaHostUnregister(address)
+    def unregister_range(self, address: int, device: int) -> None:
+        with self._device(device):
+            self.module.musart().musaHostUnregister(address)
+
+    @contextmanager
+    def _device(self, device: int) -> Iterator[None]:
+        """Make `device` the thread's inside; where it is, leave it: to set a device makes a context on it."""
+        before = self.module.current_device()
+        if before == device:
+            yield
+            return
+        self.module.set_device(device)
+        try:
+            yield
+        finally:
+            self.module.set_device(before)
 
     def _can_register(self) -> bool:
         try:

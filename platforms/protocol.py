@@ -135,9 +135,13 @@ class Platform(Protocol):
         """Whether copies with this host memory run without blocking the host."""
 
     def host_register(self, memory: torch.Tensor) -> bool:
-        """Page-lock existing host memory, kept by the caller until unregistered; False where that fails."""
+        """Page-lock existing host memory, kept by the caller until unregistered; False where that fails.
 
-    def host_unregister(self, memory: torch.Tensor) -> None: ...
+        It is page-locked for every device, by way of the calling thread's.
+        """
+
+    def host_unregister(self, memory: torch.Tensor) -> None:
+        """Undo `host_register`, from any thread and by way of the same device; else do nothing."""
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Queue one copy between packed tensors of equal shape and dtype, one on the host, one on the device.

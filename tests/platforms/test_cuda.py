@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
@@ -17,7 +18,8 @@ from lwkv.platforms.cpu import CPU
 from lwkv.platforms.cuda import CUDA
 from lwkv.platforms.cuda_driver import CopyAttributes, CudaDriver
 
-STREAM_CONTEXT, THREAD_CONTEXT, PRIMARY_CONTEXT = 0x51, 0x7E, 0x9A
+STREAM_CONTEXT, THREAD_CONTEXT = 0x51, 0x7E
+PRIMARY_CONTEXTS = (0x9A, 0x9B)  # by device
 ORDER_STREAM, ORDER_ANY = 1, 3
 HANDLE = 0x5EED
 OUT = POINTER(c_void_p)
@@ -35,6 +37,9 @@ class FakeLibrary:
         self.contexts = [THREAD_CONTEXT]
         self.stacks: list[list[int]] = []
         self.locked: dict[int, tuple[int, int]] = {}
+        self.made_contexts: list[int] = []
+        self.locked_in: list[int] = []
+        self.unlocked_in: list[int] = []
         self.result = 0
         self.asked: list[int] = []
         self._batch_of_12 = CFUNCTYPE(
@@ -53,10 +58,10 @@ class FakeLibrary:
         self.cuCtxPushCurrent_v2 = CFUNCTYPE(c_int, c_void_p)(self.push)
         self.cuCtxPopCurrent_v2 = CFUNCTYPE(c_int, OUT)(lambda out: put(out, self.contexts.pop()))
         self.cuDeviceGet = CFUNCTYPE(c_int, POINTER(c_int), c_int)(lambda out, device: put(out, device))
-        self.cuDevicePrimaryCtxRetain = CFUNCTYPE(c_int, OUT, c_int)(lambda out, _: put(out, PRIMARY_CONTEXT))
+        self.cuDevicePrimaryCtxRetain = CFUNCTYPE(c_int, OUT, c_int)(self.make_context)
         self.cuMemcpyAsync = CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self.copy)
         self.cuMemHostRegister_v2 = CFUNCTYPE(c_int, c_void_p, c_size_t, c_uint)(self.lock)
-        self.cuMemHostUnregister = CFUNCTYPE(c_int, c_void_p)(lambda address: self.locked.pop(address) and 0)
+        self.cuMemHostUnregister = CFUNCTYPE(c_int, c_void_p)(self.unlock)
 
     def find(self, name: bytes, out: Any, version: int, flags: int, status: Any) -> int:
         self.asked.append(version)
@@ -94,10 +99,20 @@ class FakeLibrary:
         self.contexts.append(context)
         return 0
 
+    def make_context(self, out: Any, device: int) -> int:
+        self.made_contexts.append(device)
+        return put(out, PRIMARY_CONTEXTS[device])
+
     def lock(self, address: int, nbytes: int, flags: int) -> int:
         if not self.result:
             self.locked[address] = (nbytes, flags)
+            self.locked_in.append(self.contexts[-1])
         return self.result
+
+    def unlock(self, address: int) -> int:
+        del self.locked[address]
+        self.unlocked_in.append(self.contexts[-1])
+        return 0
 
 
 def put(out: Any, value: int | None) -> int:
@@ -275,10 +290,42 @@ def test_memory_is_registered_for_all_devices(cuda: CUDA, library: FakeLibrary) 
     assert library.locked == {}
 
 
-def test_a_thread_without_a_context_registers_in_the_devices_own(cuda: CUDA, library: FakeLibrary) -> None:
+@pytest.mark.parametrize("context", [0, THREAD_CONTEXT, *PRIMARY_CONTEXTS])
+@pytest.mark.parametrize("device", [0, 1])
+def test_memory_is_unregistered_by_way_of_the_device_it_was_registered_by(
+    cuda: CUDA, library: FakeLibrary, device: int, context: int
+) -> None:
+    memory = torch.zeros(16, dtype=torch.uint8)
+    library.contexts = [context]
+    cuda.set_device(torch.device("cuda", device))
+    assert cuda.host_register(memory)
+    cuda.set_device(torch.device("cuda", 1 - device))
+    cuda.host_unregister(memory)
+    assert library.locked_in == library.unlocked_in == [PRIMARY_CONTEXTS[device]]
+    assert library.made_contexts == [device], "one of another device costs it hundreds of MiB"
+    assert library.contexts == [context]
+
+
+def test_memory_dropped_by_a_thread_that_made_no_call_yet_takes_no_other_devices_context(
+    cuda: CUDA, library: FakeLibrary
+) -> None:
+    cuda.set_device(torch.device("cuda", 1))
+    held = [cuda.alloc_pinned(5000)]
     library.contexts = [0]
-    assert cuda.host_register(torch.zeros(16, dtype=torch.uint8))
-    assert library.contexts == [0]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert library.unlocked_in == [PRIMARY_CONTEXTS[1]]
+    assert (library.locked, library.contexts, library.made_contexts) == ({}, [0], [1])
+
+
+def test_memory_that_is_not_registered_is_not_unregistered(cuda: CUDA, library: FakeLibrary) -> None:
+    memory = torch.zeros(16, dtype=torch.uint8)
+    cuda.host_unregister(memory)
+    assert cuda.host_register(memory)
+    cuda.host_unregister(memory)
+    cuda.host_unregister(memory)
+    assert len(library.unlocked_in) == 1
 
 
 def test_odd_sizes_are_locked_exactly_and_unlocked_when_dropped(cuda: CUDA, library: FakeLibrary) -> None:

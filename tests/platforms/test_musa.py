@@ -61,11 +61,13 @@ MANIFEST: Mapping[str, inspect.Signature | None] = {
 
 
 class Runtime:
-    """`torch.musa.musart()`: page-locks by address, and remembers what it locked."""
+    """`torch.musa.musart()`: page-locks by address, and remembers what it locked and on which device."""
 
-    def __init__(self, result: int = 0) -> None:
-        self.result = result
+    def __init__(self, module: Any) -> None:
+        self.result = 0
         self.locked: dict[int, int] = {}
+        self.unlocked_on: list[int] = []
+        self._module = module
 
     def musaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if self.result == 0:
@@ -74,6 +76,7 @@ class Runtime:
 
     def musaHostUnregister(self, address: int) -> int:
         del self.locked[address]
+        self.unlocked_on.append(self._module.current_device())
         return 0
 
 
@@ -92,7 +95,7 @@ def stub(make_stub: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def runtime(stub: Any) -> Runtime:
-    made = Runtime()
+    made = Runtime(stub)
     stub.musart = lambda: made
     return made
 
@@ -147,6 +150,21 @@ def test_memory_is_registered_through_the_runtime(runtime: Runtime) -> None:
     assert runtime.locked == {memory.data_ptr(): 16}
     platform.host_unregister(memory)
     assert runtime.locked == {}
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_memory_is_unregistered_on_the_device_it_was_registered_on(
+    stub: Any, runtime: Runtime, device: int
+) -> None:
+    platform, memory = MUSA(), torch.zeros(16, dtype=torch.uint8)
+    stub.set_device(device)
+    assert platform.host_register(memory)
+    stub.set_device(0)
+    stub.calls.clear()
+    platform.host_unregister(memory)
+    assert runtime.unlocked_on == [device]
+    assert stub.current_device() == 0
+    assert stub.calls.count("set_device") == (0 if device == 0 else 2)
 
 
 def test_odd_sizes_are_locked_exactly_and_unlocked_when_dropped(runtime: Runtime) -> None:
