@@ -1,6 +1,6 @@
 """Whether Triton's kernels run on a device type.
 
-That the package is there says little: one built for another vendor imports well and fails at the first launch.
+That the package is there says little: one built for another vendor imports, and fails at the first launch.
 """
 
 from __future__ import annotations
