@@ -36,16 +36,16 @@ class LayerCopies(Sequence[CopyBatch]):
     ) -> None:
         starts = np.ones(pages.shape, bool)
         if page_stride == device_stride:
-            follows = (np.diff(pages) == 1) & (pages[:, 1:] % span != 0)
+            follows = (pages[:, 1:] - pages[:, :-1] == 1) & (pages[:, 1:] % span != 0)
             starts[:, 1:] = ~(follows & (sizes[:-1] == device_stride))
-        first = np.flatnonzero(starts)
+        first = starts.ravel().nonzero()[0]
         self._slabs = slabs
         self._slab_of, inner = np.divmod(pages.ravel()[first], span)
         self._offsets = inner * page_stride
         self._addresses = bases[self._slab_of] + self._offsets
         self._on_device = first % pages.shape[1] * device_stride
         self._sizes = np.add.reduceat(np.tile(sizes, len(pages)), first)
-        self._ends = np.append(0, np.cumsum(starts.sum(axis=1))).tolist()
+        self._ends = [0, *starts.sum(axis=1).cumsum().tolist()]
 
     def __len__(self) -> int:
         return len(self._ends) - 1

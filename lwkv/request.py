@@ -123,23 +123,28 @@ def _as_slots(slot_mapping: Any, num_tokens: int, num_slots: int) -> Int64s:
 def _check_slots(slots: Int64s, num_slots: int) -> None:
     """Raise RequestError for a slot out of range, or one that occurs twice.
 
-    Slots come in runs, a block or more: only the ends of these are looked at.
+    Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
+    after the one before has ended, firsts and lasts sorted by themselves.
     """
-    cuts = np.flatnonzero(slots[1:] - slots[:-1] != 1)
-    first, last = slots[np.append(0, cuts + 1)], slots[np.append(cuts, len(slots) - 1)]
-    for extreme in (int(first.min()), int(last.max())):
+    steps = np.zeros(len(slots), np.int64)
+    np.subtract(slots[1:], slots[:-1], out=steps[1:])
+    starts = (steps != 1).nonzero()[0]
+    # The slot before a run's first ends the run before; before the very first stands the very last.
+    first, last = slots[starts], slots[starts - 1]
+    first.sort()
+    last.sort()
+    for extreme in (int(first[0]), int(last[-1])):
         if not NO_SLOT <= extreme < num_slots:
             raise RequestError(
                 f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
             )
-    if first.min() == NO_SLOT:
-        # It may be a run of its own, or the first of one that goes on with slot 0.
-        first, last = np.maximum(first, 0)[last != NO_SLOT], last[last != NO_SLOT]
-    order = np.argsort(first)
-    first, last = first[order], last[order]
-    repeated = first[1:] <= last[:-1]
-    if repeated.any():
-        raise RequestError(f"slot {first[1:][repeated][0]} is given to two tokens of a request")
+    if first[0] == NO_SLOT:
+        # A run of its own, or the beginning of one that goes on with slot 0.
+        runs = len(last) - int(np.searchsorted(last, NO_SLOT, "right"))
+        first, last = np.maximum(first[len(first) - runs :], 0), last[len(last) - runs :]
+    repeated = (first[1:] <= last[:-1]).nonzero()[0]
+    if len(repeated):
+        raise RequestError(f"slot {first[1:][repeated[0]]} is given to two tokens of a request")
 
 
 def _leading_false(mask: Any, num_tokens: int) -> int:

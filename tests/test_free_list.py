@@ -59,7 +59,8 @@ class FreeListMachine(RuleBasedStateMachine):
         assert len(found) == len(set(found)) == count
         assert set(found) <= self.free
         fewest = next(number for number in range(len(lengths) + 1) if sum(lengths[:number]) >= count)
-        assert runs_of(found) == fewest
+        neighbours = found == list(range(found[0], found[0] + count)) if found else True
+        assert neighbours or runs_of(found) == fewest
         self.free -= set(found)
 
     @rule(more=st.integers(1, 3))
@@ -76,11 +77,21 @@ TestFreeList = FreeListMachine.TestCase
 TestFreeList.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_the_longest_run_is_taken_first() -> None:
+def test_in_pieces_the_longest_run_is_taken_first() -> None:
     pages = FreeList(21, SPAN)
     pages.give(np.array([0, 1, 7, 8, 9, 10, 11, 14, 15, 16]))
     assert pages.take(6).tolist() == [7, 8, 9, 10, 11, 14]
     assert sorted(pages.take(4).tolist()) == [0, 1, 15, 16]
+
+
+def test_pages_behind_the_last_are_taken_next_as_long_as_they_are_free() -> None:
+    pages = FreeList(21, SPAN)
+    pages.give(np.arange(21))
+    assert [pages.take(count).tolist() for count in (3, 4, 7)] == [[0, 1, 2], [3, 4, 5, 6], [*range(7, 14)]]
+    pages.give(np.arange(14))
+    assert pages.take(6).tolist() == [14, 15, 16, 17, 18, 19]
+    assert pages.take(2).tolist() == [0, 1]
+    assert pages.take(9).tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_a_run_ends_with_its_slab() -> None:
