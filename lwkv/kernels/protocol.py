@@ -46,19 +46,16 @@ class Kernels(Protocol):
     def scatter_rotated(
         self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> None:
-        """Scatter, with K turned on the way as `rotate` does it; V as it is.
+        """Scatter, with K turned on the way and V as it is.
 
-        `cos[i]` and `sin[i]` belong to entry i of `rows`. Raises ValueError where the dtype is no float.
-        """
-
-    def rotate(self, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-        """Turn the first `2 * half` elements of every head by an angle of its token's, in place.
-
-        Computed in fp32 (fp64 in fp64) and rounded once; the other elements stay as they are.
+        The first `2 * half` elements of every head of K turn by an angle of the row's, computed in fp32
+        (fp64 in fp64) and rounded once; the other elements stay as they are.
 
         Args:
-            k: float, (T, H, D), any strides with 1 in D.
-            cos, sin: fp32, (T, half), contiguous, on k's device, half <= D / 2. To move a key from position p
-                to q: the cosine and sine of (q - p) * frequency.
+            cos, sin: fp32, (T, half), contiguous, on the layer's device, entry i for entry i of `rows`, half
+                <= width / 2. To move a key from position p to q: the cosine and sine of (q - p) * frequency.
             interleaved: pairs are elements (2i, 2i + 1); otherwise (i, i + half), as in NeoX and Llama.
+
+        Raises:
+            ValueError: the layer's dtype is no float.
         """

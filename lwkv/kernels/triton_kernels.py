@@ -44,14 +44,6 @@ class TritonKernels:
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
         self._launch(layer, key, _make_rotated, staging, rows, cos, sin)
 
-    def rotate(self, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-        num_rows, heads, _ = k.shape
-        half = cos.shape[1]
-        across, (down, columns) = heads * half, _tile(heads * half)
-        triton_source.rotate[-(-num_rows // down), -(-across // columns), 1](
-            k, cos, sin, num_rows, heads, k.stride(0), k.stride(1), half, interleaved, down, columns
-        )
-
     def _launch(
         self,
         layer: PagedLayer,

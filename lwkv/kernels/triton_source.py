@@ -46,7 +46,7 @@ def _turn(
     SOURCE_HEAD: tl.constexpr, TARGET_HEAD: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate pairs of elements on their way from source to target, which may be the same."""
+    """Rotate pairs of elements on their way from source to target."""
     head, i = (pair // HALF).to(tl.int64), pair % HALF
     first = 2 * i if INTERLEAVED else i
     step: tl.constexpr = 1 if INTERLEAVED else HALF
@@ -138,18 +138,3 @@ def scatter_rotated(
             staged_v, v, v_row, place, there & v_valid, column,
             WIDTH // WORD, HEAD_STRIDE // WORD, HEADS, WIDTH // WORD,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=("num_rows",))
-def rotate(
-    k, cos, sin, num_rows, HEADS: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Rotate K, (rows, heads, elements), in place."""
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pair = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = entry.to(tl.int64) * TOKEN_STRIDE
-    valid = entry < num_rows
-    _turn(
-        k, k, place, place, cos, sin, entry, valid, pair, HEAD_STRIDE, HEAD_STRIDE, HEADS, HALF, INTERLEAVED
-    )

@@ -1,4 +1,4 @@
-"""Keys are turned to new positions: as if computed there, in place and on their way into the cache."""
+"""Keys are turned to new positions on their way into the cache, as if computed there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from lwkv.kernels import Kernels, Rows
 from lwkv.layout import PagedLayer
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 forms = pytest.mark.parametrize(
     ("half", "interleaved"),
@@ -54,47 +55,53 @@ def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.cpu().double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture
+def turn(kernels: Kernels, run: Callable, device: torch.device) -> Callable[..., Tensor]:
+    """Rows of keys, (T, H, D), turned on their way into a cache of K only; by default a new one."""
+
+    def turned(
+        raw: Tensor, shift: Tensor, half: int, interleaved: bool, cache: Tensor | None = None
+    ) -> Tensor:
+        k = torch.zeros_like(raw, device=device)[None] if cache is None else cache
+        layer = PagedLayer("deep.0", raw.dtype, k.view(INTEGERS[raw.dtype.itemsize]), None)
+        number = torch.arange(len(raw), device=device)
+        staging, (cos, sin) = raw.to(device).view(torch.uint8).flatten(), tables(shift, half, device)
+        rows = Rows(number, number, number)
+        run(lambda: kernels.scatter_rotated(layer, staging, rows, cos, sin, interleaved))
+        return k[0].cpu()
+
+    return turned
+
+
 @forms
 def test_a_rotated_key_equals_one_computed_at_the_new_position(
-    half: int, interleaved: bool, kernels: Kernels, run: Callable, device: torch.device
+    half: int, interleaved: bool, turn: Callable[..., Tensor]
 ) -> None:
     raw = make_keys(5)
     old, new = torch.tensor([0, 1, 70, 5000, 9]), torch.tensor([40, 3, 7, 5001, 0])
-    k = rope(raw, old, half, interleaved).float().to(device)
-    cos, sin = tables(new - old, half, device)
-    run(lambda: kernels.rotate(k, cos, sin, interleaved))
+    k = turn(rope(raw, old, half, interleaved).float(), new - old, half, interleaved)
     close(k, rope(raw, new, half, interleaved), torch.float32)
-    assert torch.equal(k.cpu()[..., 2 * half :], raw[..., 2 * half :])
+    assert torch.equal(k[..., 2 * half :], raw[..., 2 * half :])
 
 
 @forms
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_there_and_back_gives_the_key_again(
-    dtype: torch.dtype, half: int, interleaved: bool, kernels: Kernels, run: Callable, device: torch.device
+    dtype: torch.dtype, half: int, interleaved: bool, turn: Callable[..., Tensor]
 ) -> None:
-    raw = make_keys(4, dtype)
-    k = raw.to(device)
-    cos, sin = tables(torch.tensor([1, 77, 3000, 2]), half, device)
-    run(lambda: kernels.rotate(k, cos, sin, interleaved))
-    run(lambda: kernels.rotate(k, cos, -sin, interleaved))
-    torch.testing.assert_close(
-        k.cpu().double(),
-        raw.double(),
-        rtol=0,
-        atol=1e-5 if dtype.itemsize >= 4 else 8 * torch.finfo(dtype).eps,
-    )
+    raw, shift = make_keys(4, dtype), torch.tensor([1, 77, 3000, 2])
+    k = turn(turn(raw, shift, half, interleaved), -shift, half, interleaved)
+    tolerance = 1e-5 if dtype.itemsize >= 4 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(k.double(), raw.double(), rtol=0, atol=tolerance)
 
 
-def test_rotation_in_place_leaves_what_lies_between_the_heads(
-    kernels: Kernels, run: Callable, device: torch.device
+def test_rotation_leaves_what_lies_between_the_heads(
+    turn: Callable[..., Tensor], device: torch.device
 ) -> None:
     memory = torch.full((5, 3, 11), 6.5, device=device)
-    k = memory[:, :, 1:9].transpose(0, 1)
-    k.copy_(make_keys(3)[:, :1].expand(3, 5, 8))
-    wanted = rope(k.cpu(), torch.tensor([1, 2, 3]), 4, False)
-    cos, sin = tables(torch.tensor([1, 2, 3]), 4, device)
-    run(lambda: kernels.rotate(k, cos, sin, False))
-    close(k, wanted, torch.float32)
+    raw = make_keys(3)[:, :1].expand(3, 5, 8).contiguous()
+    k = turn(raw, torch.tensor([1, 2, 3]), 4, False, memory[:, :, 1:9].transpose(0, 1)[None])
+    close(k, rope(raw, torch.tensor([1, 2, 3]), 4, False), torch.float32)
     assert memory[..., 0].eq(6.5).all()
     assert memory[..., 9:].eq(6.5).all()
 
@@ -104,7 +111,7 @@ def test_rotation_in_place_leaves_what_lies_between_the_heads(
 def test_a_rotated_scatter_turns_k_and_leaves_v(
     dtype: torch.dtype, half: int, interleaved: bool, kernels: Kernels, run: Callable, device: torch.device
 ) -> None:
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    integer = INTEGERS[dtype.itemsize]
     cache = torch.zeros(2, 4, 5, 3, 8, dtype=integer, device=device)
     layer = PagedLayer("deep.0", dtype, cache[0], cache[1])
     raw = make_keys(8, dtype)
