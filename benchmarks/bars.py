@@ -45,12 +45,13 @@ def draw_bars(result: Mapping[str, Any], path: str | Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a picture needs matplotlib: pip install 'lwkv[bench]'") from error
-    figure = Figure(figsize=(7 * len(panels), 5), dpi=130, layout="constrained")
+    figure = Figure(figsize=(7 * len(panels), 5.5), dpi=130, layout="constrained")
     for axes, (draw, part) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, result, part)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
         axes.grid(axis="y", color="0.88")
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     shape, tokens = result["shape"]["name"], result["prefix"]
     figure.suptitle(f"{result['device']}, {shape}, {tokens} tokens cached; {result['date'][:10]}")
     figure.savefig(path, format="png")
@@ -69,7 +70,6 @@ def _draw_moves(axes: Axes, result: Mapping[str, Any], part: Mapping[str, Any]) 
     axes.axhline(1, color="black", lw=1, ls="--", label="a plain page-locked copy")
     axes.set_ylabel("speed over a plain copy of as many bytes")
     axes.set_title("Loads and saves")
-    axes.legend(frameon=False, loc="lower right")
 
 
 def _draw_overlap(axes: Axes, result: Mapping[str, Any], part: Mapping[str, Any]) -> None:
@@ -87,7 +87,6 @@ def _draw_overlap(axes: Axes, result: Mapping[str, Any], part: Mapping[str, Any]
     axes.set_xlabel("tokens computed over the cached prefix")
     axes.set_ylabel("ms")
     axes.set_title("Prefill")
-    axes.legend(frameon=False, loc="upper left")
 
 
 def _peer(result: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     bench = _bench(platform, args)
     parts = choose_parts(platform, args.only, args.peers)
     _make_writable(args.output)
-    result = Result.begin(bench, _command(bench, parts, args.output))
     with _core_for_transfers(platform):
+        result = Result.begin(bench, _command(bench, parts, args.output))
         _measure(result, parts, args.output / "result.json")
     files = [args.output / "result.json", *_draw(result, args.output)]
     print(json.dumps(result.to_json(), indent=2) if args.json else "\n".join([*result.lines(), "", "Files"]))

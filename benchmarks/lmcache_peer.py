@@ -52,7 +52,7 @@ class LMCachePeer:
     """
 
     def __init__(self, bed: Bed, layerwise: bool, prompts: int) -> None:
-        self._bed, self._layerwise = bed, layerwise
+        self._bed, self.layerwise = bed, layerwise
         self._name = f"lwkv-bench-{'layerwise' if layerwise else 'bulk'}"
         # It switches the collector off for the whole process.
         self._collects = gc.isenabled()
@@ -72,7 +72,7 @@ class LMCachePeer:
 
     def load(self, tokens: Slots) -> None:
         """Load all layers."""
-        if self._layerwise:
+        if self.layerwise:
             for _ in self.load_by_layers(tokens):
                 pass
         else:
@@ -89,7 +89,7 @@ class LMCachePeer:
     def save(self, tokens: Slots) -> None:
         """Save all layers."""
         ids, arguments = torch.from_numpy(tokens), self._arguments(self._source)
-        if self._layerwise:
+        if self.layerwise:
             steps = self._engine.store_layer(ids, offset=0, sync=True, **arguments)
             for _ in range(self._bed.shape.num_layers + 1):
                 next(steps)

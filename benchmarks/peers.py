@@ -96,15 +96,16 @@ def measure_library(bench: Bench, library: Library) -> Peers:
         by_mode: dict[str, list[tuple[float, float]]] = {}
         for mode in ("layerwise", "bulk"):
             with LMCachePeer(bed, mode == "layerwise", prompts) as peer:
-                moves += _measure_moves(bench, bed, peer, mode)
-                by_mode[mode] = [_measure_prefill(bench, bed, peer, mode, suffix) for suffix in suffixes]
+                kept = bed.new_prompt()
+                moves += _measure_moves(bench, bed, peer, mode, kept)
+                by_mode[mode] = [_measure_prefill(bench, bed, peer, kept, suffix) for suffix in suffixes]
     pairs = zip(suffixes, by_mode["layerwise"], by_mode["bulk"], strict=True)
     overlaps = [PeerOverlap(suffix, first[0], first[1], second[1]) for suffix, first, second in pairs]
     return Peers(library.version, library.native, library.label, moves, overlaps)
 
 
-def _measure_moves(bench: Bench, bed: Bed, peer: LMCachePeer, mode: str) -> Iterator[PeerMove]:
-    num_bytes, kept = bench.shape.kv_bytes(bench.prefix), bed.new_prompt()
+def _measure_moves(bench: Bench, bed: Bed, peer: LMCachePeer, mode: str, kept: Slots) -> Iterator[PeerMove]:
+    num_bytes = bench.shape.kv_bytes(bench.prefix)
     bed.clear_target()
     load_ms = bench.median_ms(lambda: peer.load(kept), before=lambda: peer.keep(kept))
     exact = bed.places_agree()
@@ -128,23 +129,23 @@ def _move(mode: str, name: str, speed: float, ceiling: float, exact: bool) -> Pe
 
 @torch.inference_mode()
 def _measure_prefill(
-    bench: Bench, bed: Bed, peer: LMCachePeer, mode: str, suffix: int
+    bench: Bench, bed: Bed, peer: LMCachePeer, kept: Slots, suffix: int
 ) -> tuple[float, float]:
     """Milliseconds of the computing alone, and with the load: by layers, or in bulk before it."""
-    stack, kept = Stack(bed.shape, bed.num_tokens, suffix, bed.device), bed.new_prompt()
+    stack = Stack(bed.shape, bed.num_tokens, suffix, bed.device)
 
     def compute() -> None:
         _forward(stack, iter(()))
 
     def loaded() -> None:
-        if mode == "bulk":
-            peer.load(kept)
-            compute()
-        else:
+        if peer.layerwise:
             steps = peer.load_by_layers(kept)
             next(steps)
             next(steps)
             _forward(stack, steps)
+        else:
+            peer.load(kept)
+            compute()
 
     alone, both = bench.alternate_ms([compute, loaded], before=lambda: peer.keep(kept))
     return statistics.median(alone), statistics.median(both)

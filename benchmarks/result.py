@@ -32,13 +32,15 @@ class Result:
     bench: Bench
     command: str
     date: str
+    threads: int
     parts: dict[str, Findings] = field(default_factory=dict)
     part_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, bench: Bench, command: str) -> Result:
         """A result without parts, dated now."""
-        return cls(bench, command, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+        now = datetime.datetime.now(datetime.timezone.utc)
+        return cls(bench, command, now.isoformat(timespec="seconds"), torch.get_num_threads())
 
     def faults(self) -> list[str]:
         """Everything that is wrong with lwkv, which no figure makes up for."""
@@ -54,7 +56,7 @@ class Result:
             "platform": bench.platform.name,
             "device": device_name(bench.device),
             "kernels": choose_kernels(bench.platform).name,
-            "threads": torch.get_num_threads(),
+            "threads": self.threads,
             "versions": _versions(),
             "shape": {**_fields(bench.shape), "dtype": str(bench.shape.dtype).removeprefix("torch.")},
             "prefix": bench.prefix,
