@@ -28,3 +28,7 @@ class RequestError(LwkvError, ValueError):
 
 class ClosedError(LwkvError, RuntimeError):
     """An object was used after it had been closed."""
+
+
+DEVICE_FAILURES = (RuntimeError, MemoryError)
+"""What is raised by a device that fails, or by one or the host without memory; there is nothing narrower."""

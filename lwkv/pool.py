@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from lwkv.counters import Counters
 from lwkv.errors import ConfigError
 from lwkv.free_list import FreeList
 from lwkv.layer_copies import LayerCopies
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 PAGE_ALIGNMENT = 4096
 DEFAULT_SLAB_BYTES = 256 << 20
+FIRST_REST_S = 1.0
+MOST_REST_S = 64.0
 
 
 class HostPool:
@@ -27,17 +31,28 @@ class HostPool:
     A page starts 4096-aligned and holds `page_bytes` usable bytes. Every page handed out has a reference
     count; at zero it is free again. All methods are thread-safe.
 
+    Where a slab cannot be page-locked the pool goes on with what it has and tries again after 1 s, then 2, up
+    to 64: other programs may give memory back.
+
     Args:
         page_bytes: usable bytes of a page, > 0.
         max_bytes: upper bound of all slabs together.
         slab_bytes: size of one slab; rounded down to whole pages, at least one.
+        counters: where slabs that could not be page-locked are counted, as "page_lock_failures".
+        clock: seconds; when to try again.
 
     Raises:
         ConfigError: `max_bytes` does not hold a single page.
     """
 
     def __init__(
-        self, platform: Platform, page_bytes: int, max_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES
+        self,
+        platform: Platform,
+        page_bytes: int,
+        max_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._platform = platform
         self.page_bytes = page_bytes
@@ -56,6 +71,10 @@ class HostPool:
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._num_pages = 0
+        self._counters = counters or Counters()
+        self._clock = clock
+        self._rest_s = 0.0
+        self._rest_until = clock()
         self._closed = False
 
     @property
@@ -67,6 +86,12 @@ class HostPool:
     def pages_in_use(self) -> int:
         with self._lock:
             return self.num_pages - self._free.num_free
+
+    @property
+    def available(self) -> int:
+        """Pages that are free, or could be if memory were page-locked now; 0 after `close`."""
+        with self._lock:
+            return 0 if self._closed else self._free.num_free + self._growth_left()
 
     @property
     def references(self) -> int:
@@ -92,7 +117,7 @@ class HostPool:
                     return None
                 if count <= self._free.num_free:
                     return self._take(count)
-                if self._num_pages == self.max_pages:
+                if not self._growth_left():
                     return None
             self._grow_for(count)
 
@@ -153,18 +178,37 @@ class HostPool:
         self._references[pages] = 1
         return pages
 
+    def _growth_left(self) -> int:
+        """Pages that may still be added, as far as is known now."""
+        resting = self._rest_s and self._clock() < self._rest_until
+        return 0 if resting else self.max_pages - self._num_pages
+
     def _grow_for(self, count: int) -> bool:
         """Add a slab if `count` pages are not free; False if they are, or there is no more to be had."""
         with self._growing:
-            if self._closed or self._free.num_free >= count or self._num_pages == self.max_pages:
+            if self._closed or self._free.num_free >= count or not self._growth_left():
                 return False
             try:
                 self._grow()
             except MemoryError as error:
-                log.warning("host pool stays at %d pages: %s", self.num_pages, error)
-                with self._lock:
-                    self.max_pages = self._num_pages
+                self._rest(error)
+                return False
+            self._rest_s = 0.0
             return True
+
+    def _rest(self, error: MemoryError) -> None:
+        self._counters.add("page_lock_failures")
+        if not self._rest_s:
+            log.warning(
+                "host memory stays at %d of %d pages for now: %s; free host memory, raise the limit of "
+                "locked memory (ulimit -l) or lower max_local_cpu_size",
+                self._num_pages,
+                self.max_pages,
+                error,
+            )
+        with self._lock:
+            self._rest_s = min(2 * self._rest_s, MOST_REST_S) or FIRST_REST_S
+            self._rest_until = self._clock() + self._rest_s
 
     def _grow(self) -> None:
         # Page-locking takes long; the lock is not held, so that pages go on being handed out.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -17,12 +17,12 @@ import torch
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.plan import FIRST_LAYERS
-from lwkv.connectors.upload import OUT_OF_MEMORY
 from lwkv.counters import Counters
+from lwkv.errors import DEVICE_FAILURES
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
-from lwkv.storage import MISSING, Hold, LayerPages, StorageManager
+from lwkv.storage import Hold, LayerPages, Missing, StorageManager
 from lwkv.transfer import NO_SLOT, Transfer
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,15 @@ Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """What of the configuration decides how loads run, in layers and seconds."""
+    """What of the configuration decides how loads run, in layers and seconds.
+
+    `timeout_s` is for each layer, from when the tiers are asked for it.
+    """
 
     lookahead_layers: int
     prefetch_layers: int
     timeout_s: float
+    clock: Callable[[], float] = field(default=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +56,8 @@ class Part:
 class BatchRetrieval:
     """Implements `lwkv.pipeline.Retrieval` for requests that are merged into one transfer a layer.
 
-    `_known` has all pages, int64 (layers, chunks), where no tier has to be asked for any.
+    A device that fails, or has no memory, ends the load of all chunks; it never raises. `_known` has all
+    pages, int64 (layers, chunks), where no tier has to be asked for any.
     """
 
     def __init__(
@@ -76,13 +81,13 @@ class BatchRetrieval:
         self._parts: list[Part] = []
         self._load: Load | None = None
         self._futures: list[list[Future[LayerPages]]] = []
+        self._deadlines: list[float] = []
         self._known: Int64s | None = None
         self._queued = 0
         self._closed = False
 
     def open(self) -> list[int]:
         """Look up and pin; return for each request how many tokens will be loaded."""
-        self._deadline = time.monotonic() + self._settings.timeout_s
         for request in self._requests:
             self._parts.append(self._hold(request))
         transfer = Transfer.join([part.transfer for part in self._parts])
@@ -96,21 +101,18 @@ class BatchRetrieval:
         return moved
 
     def queue(self, layer: int) -> None:
-        if self._load is None:
-            return
-        if self._known is None:
-            self._ask_up_to(layer + self._settings.prefetch_layers)
-        # The copies of the first layers are under way, and the model is still to be launched.
-        ahead = self._settings.lookahead_layers if layer >= FIRST_LAYERS else 0
-        last = min(layer + ahead, self.num_layers - 1)
-        while self._queued <= last:
-            if self._queued > layer and not self._is_there(self._queued):
-                break
-            self._queue_next(self._load)
+        if self._load is not None:
+            try:
+                self._queue_from(self._load, layer)
+            except DEVICE_FAILURES as error:
+                self._give_up(error)
 
     def wait(self, layer: int) -> None:
         if self._load is not None:
-            self._connector.wait_layer(self._load, layer)
+            try:
+                self._connector.wait_layer(self._load, layer)
+            except DEVICE_FAILURES as error:
+                self._give_up(error)
 
     def result(self) -> list[torch.Tensor]:
         """For each request, bool (tokens,) on the host: True where every layer of the token was queued."""
@@ -123,13 +125,24 @@ class BatchRetrieval:
         if self._closed:
             return
         self._closed = True
-        holds = [part.hold for part in self._parts]
-        if self._load is None:
-            _release(holds)
-            return
         if self._queued:
-            self._connector.wait_layer(self._load, self._queued - 1)
-        self._complete(partial(_release, holds, self._connector.end_load(self._load), self._load))
+            self.wait(self._queued - 1)
+        holds = [part.hold for part in self._parts]
+        fence = self._end_load()
+        if fence is None:
+            _release(holds)
+        else:
+            self._complete(partial(_release, holds, fence, self._load))
+
+    def _end_load(self) -> Callable[[], None] | None:
+        """What waits for the end of the load; None where there is none, or the device can't tell any more."""
+        if self._load is None:
+            return None
+        try:
+            return self._connector.end_load(self._load)
+        except DEVICE_FAILURES as error:
+            self._give_up(error)
+            return None
 
     def _hold(self, request: CheckedRequest) -> Part:
         first = request.first // request.chunk_size
@@ -144,13 +157,25 @@ class BatchRetrieval:
             self._known = np.concatenate(known, axis=1) if len(known) > 1 else known[0]
         try:
             self._load = self._connector.begin_load(transfer, self._known)
-        except OUT_OF_MEMORY as error:
+        except DEVICE_FAILURES as error:
             self._give_up(error)
         if self._known is None:
             self._ask_up_to(self._settings.prefetch_layers)
 
+    def _queue_from(self, load: Load, layer: int) -> None:
+        if self._known is None:
+            self._ask_up_to(layer + self._settings.prefetch_layers)
+        # The copies of the first layers are under way, and the model is still to be launched.
+        ahead = self._settings.lookahead_layers if layer >= FIRST_LAYERS else 0
+        last = min(layer + ahead, self.num_layers - 1)
+        while self._queued <= last:
+            if self._queued > layer and not self._is_there(self._queued):
+                break
+            self._queue_next(load)
+
     def _ask_up_to(self, layer: int) -> None:
         layers = range(len(self._futures), min(layer + 1, self.num_layers))
+        self._deadlines += [self._settings.clock() + self._settings.timeout_s] * len(layers)
         asked = [self._storage.layerwise_batched_get(part.hold, layers) for part in self._parts]
         self._futures += [list(futures) for futures in zip(*asked, strict=True)]
 
@@ -164,8 +189,9 @@ class BatchRetrieval:
         layer = self._queued
         try:
             self._connector.load_layer(load, layer, self._arrived(load, layer))
-        except OUT_OF_MEMORY as error:
+        except DEVICE_FAILURES as error:
             self._give_up(error)
+            # Nothing is left to move, but the layer's event comes behind what was queued of it.
             self._connector.load_layer(load, layer, self._arrived(load, layer))
         self._queued += 1
 
@@ -175,12 +201,12 @@ class BatchRetrieval:
             known: Int64s = self._known[layer]
             return known
         pages = self._pages(layer)[self._alive]
-        return self._drop(load, layer, pages) if (pages == MISSING).any() else pages
+        return self._drop(load, layer, pages) if (pages < 0).any() else pages
 
     def _pages(self, layer: int) -> Int64s:
         futures = self._futures[layer]
         if not all(future.done() for future in futures):
-            wait(futures, max(0.0, self._deadline - time.monotonic()))
+            wait(self._needed(futures), max(0.0, self._deadlines[layer] - self._settings.clock()))
         return np.concatenate(
             [
                 future.result().pages if future.done() else part.hold.host_pages(layer)
@@ -188,19 +214,33 @@ class BatchRetrieval:
             ]
         )
 
+    def _needed(self, futures: Sequence[Future[LayerPages]]) -> list[Future[LayerPages]]:
+        """Those that may still bring something: not where all chunks of lower tiers were dropped before."""
+        parts = zip(futures, self._parts, self._split(self._alive), strict=True)
+        return [future for future, part, alive in parts if (alive & ~part.hold.in_host).any()]
+
     def _drop(self, load: Load, layer: int, pages: Int64s) -> Int64s:
-        kept = pages != MISSING
-        self._counters.add("load_failures", int((~kept).sum()))
+        kept = pages >= 0
+        self._count_failures({reason.name: int((pages == reason).sum()) for reason in Missing})
         log.warning("layer %d of %d chunks did not arrive: their tokens are recomputed", layer, (~kept).sum())
         self._alive[self._alive] = kept
         self._connector.drop_chunks(load, kept)
         arrived: Int64s = pages[kept]
         return arrived
 
+    def _count_failures(self, chunks: Mapping[str, int]) -> None:
+        """Count chunks lost, by reason and together."""
+        for reason, count in chunks.items():
+            if count:
+                self._counters.add(f"load_failures_{reason.lower()}", count)
+                self._counters.add("load_failures", count)
+
     def _give_up(self, error: BaseException) -> None:
-        """Load nothing more of any chunk: neither the device nor page-locked memory has room."""
-        self._counters.add("load_failures", int(self._alive.sum()))
-        log.warning("no memory to load %d chunks: %s", self._alive.sum(), error)
+        """Load nothing more of any chunk, and trust nothing of what is on its way."""
+        lost = int(self._alive.sum())
+        if lost:
+            self._count_failures({"device": lost})
+            log.warning("%d chunks are not loaded, their tokens are recomputed: %r", lost, error)
         self._alive[:] = False
         self._known = np.zeros((self.num_layers, 0), np.int64)
         if self._load is not None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.saver import Save
-from lwkv.connectors.upload import OUT_OF_MEMORY
 from lwkv.counters import Counters
+from lwkv.errors import DEVICE_FAILURES
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 class BatchStoring:
     """Implements `lwkv.pipeline.Storing` for requests that are merged into one transfer a layer.
+
+    A device that fails, or has no memory, ends the store, of which nothing is kept; it never raises.
 
     Args:
         sync: wait for the current stream before each layer; False only if another store did for this step.
@@ -51,7 +53,7 @@ class BatchStoring:
         self._committed = False
 
     def open(self) -> None:
-        """Take pages for every new chunk of all requests, in all layers, or for none."""
+        """Take pages for the new chunks of all requests, in all layers: for the first of them that fit."""
         transfer = Transfer.join([request.saves() for request in self._requests])
         new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
         keys = [key for request in self._requests for key in self._keys_of(request)]
@@ -68,7 +70,7 @@ class BatchStoring:
         if self._write is not None and self._save is not None:
             try:
                 self._connector.save_layer(self._save, layer, self._write.pages[layer], self._sync)
-            except OUT_OF_MEMORY as error:
+            except DEVICE_FAILURES as error:
                 self._give_up(error)
 
     def commit(self) -> None:
@@ -79,21 +81,31 @@ class BatchStoring:
         write, save = self._write, self._save
         self._write = self._save = None
         if write is not None and save is not None:
-            end = write.commit if self._committed else write.abort
-            self._complete(partial(_end_write, self._connector.end_save(save), end, save))
+            self._end(write, save)
         elif write is not None:
             write.abort()
+
+    def _end(self, write: Write, save: Save) -> None:
+        end = write.commit if self._committed else write.abort
+        try:
+            fence = self._connector.end_save(save)
+        except DEVICE_FAILURES as error:
+            # The device may still write to the pages: nobody else gets them.
+            self._counters.add("transfer_errors")
+            log.error("a store failed on the device, its memory is not used again: %r", error)
+        else:
+            self._complete(partial(_end_write, fence, end, save))
 
     def _begin(self, transfer: Transfer, pages: Int64s) -> None:
         try:
             self._save = self._connector.begin_save(transfer, pages)
-        except OUT_OF_MEMORY as error:
+        except DEVICE_FAILURES as error:
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Store nothing: neither the device nor page-locked memory has room."""
-        self._counters.add("stores_refused")
-        log.warning("no memory to save with: nothing is stored: %s", error)
+        """Store nothing."""
+        self._counters.add("store_failures")
+        log.warning("the device cannot save: nothing of this store is kept: %r", error)
         self.close()
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lwkv.counters import Counters
 from lwkv.errors import ConfigError
 from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
@@ -191,18 +192,86 @@ def test_a_slab_holds_a_page_at_least() -> None:
     assert pool.pages_in_use == 0
 
 
-def test_memory_that_cannot_be_locked_leaves_a_smaller_pool_and_a_line(
-    caplog: pytest.LogCaptureFixture,
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scarce_pool(slabs: int) -> tuple[HostPool, ScarceCPU, Clock, Counters]:
+    """A pool for nine pages, three a slab, of which so many slabs can be had."""
+    platform, clock, counters = ScarceCPU(slabs), Clock(), Counters()
+    return HostPool(platform, PAGE_BYTES, 9 * 4096, SPAN * 4096, counters, clock), platform, clock, counters
+
+
+@pytest.mark.parametrize("slabs", [0, 1, 2])
+def test_memory_that_cannot_be_locked_leaves_a_smaller_pool_a_line_and_a_count(
+    slabs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = make_pool(9, slabs=1)
-    assert pool.allocate(4) is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "host pool stays at 3 pages: cannot page-lock 12288 bytes"
+    pool, _, _, counters = scarce_pool(slabs)
+    assert pool.allocate(9) is None
+    assert caplog.messages == [
+        f"host memory stays at {3 * slabs} of 9 pages for now: cannot page-lock 12288 bytes; free host "
+        "memory, raise the limit of locked memory (ulimit -l) or lower max_local_cpu_size"
     ]
-    assert (pool.pages_in_use, pool.max_pages) == (0, 3)
-    assert len(taken(pool, 3)) == 3
+    assert counters.totals() == {"page_lock_failures": 1}
+    assert (pool.pages_in_use, pool.available) == (0, 3 * slabs)
+    assert len(taken(pool, 3 * slabs)) == 3 * slabs
     assert pool.allocate(1) is None
+    assert counters.totals() == {"page_lock_failures": 1}, "the driver is left alone for a while"
+
+
+@pytest.mark.parametrize("slabs", [0, 1])
+def test_memory_that_can_be_locked_later_is_used_then(slabs: int, caplog: pytest.LogCaptureFixture) -> None:
+    pool, platform, clock, counters = scarce_pool(slabs)
+    assert pool.allocate(9) is None
+    clock.now += 1
+    platform.slabs = 99
+    assert pool.available == 9
+    assert len(taken(pool, 9)) == 9
+    assert counters.totals() == {"page_lock_failures": 1}
     assert len(caplog.records) == 1
+
+
+def test_the_longer_memory_cannot_be_locked_the_more_seldom_it_is_tried() -> None:
+    pool, _, clock, counters = scarce_pool(0)
+    tried = []
+    for _ in range(300):
+        before = counters.totals().get("page_lock_failures", 0)
+        assert pool.allocate(1) is None
+        if counters.totals()["page_lock_failures"] > before:
+            tried.append(clock.now - 50)
+        clock.now += 1
+    assert tried == [0, 1, 3, 7, 15, 31, 63, 127, 191, 255]
+
+
+def test_growing_ahead_ends_where_memory_cannot_be_locked() -> None:
+    pool, _, _, counters = scarce_pool(1)
+    pool.grow_ahead(9)
+    assert (pool.num_pages, pool.available) == (3, 3)
+    assert counters.totals() == {"page_lock_failures": 1}
+
+
+def test_what_is_available_is_what_is_free_or_may_be_added() -> None:
+    pool = make_pool(9)
+    assert pool.available == 9
+    taken(pool, 4)
+    assert (pool.num_pages, pool.available) == (6, 5)
+    pool.close()
+    assert pool.available == 0
+
+
+def test_after_everything_was_taken_and_given_back_the_largest_allocation_fits_again() -> None:
+    pool = make_pool(9)
+    held = [taken(pool, 1) for _ in range(9)]
+    assert pool.allocate(1) is None
+    for pages in held[1::2] + held[::2]:
+        pool.release(pages)
+    assert sorted(taken(pool, 9).tolist()) == list(range(9))
 
 
 def test_reserve_locks_whole_slabs_now_and_never_more_than_the_maximum() -> None:

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey, LayerKey
@@ -18,15 +16,15 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.storage.calls import Calls
 from lwkv.storage.host import Chunk
+from lwkv.storage.missing import Missing
 from lwkv.storage.tier import Status, Tier
 
 log = logging.getLogger(__name__)
 
-Flags: TypeAlias = "npt.NDArray[np.bool_]"
-
 NUM_READERS = 4
 NUM_WRITERS = 2
 CLOSING_S = 0.5
+FILLED = 0
 
 
 class Guard:
@@ -58,8 +56,8 @@ class Guard:
         answered = call.done() and not call.cancelled() and call.exception() is None
         return call.result() if answered else [False] * len(keys)
 
-    def get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Future[Flags]:
-        """Start to fill `pages` with `layer` of each chunk; the result says which of them are filled.
+    def get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Future[Int64s]:
+        """Start to fill `pages` with `layer` of each chunk; the result is FILLED for each, or a Missing.
 
         The tier may write to the pages until the future is done, however late that is.
         """
@@ -90,11 +88,10 @@ class Guard:
         _check_length("contains", answer, len(keys))
         return [bool(there) for there in answer]
 
-    def _get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Flags:
+    def _get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Int64s:
         buffers = [self._pool.page(page) for page in pages.tolist()]
-        return self._filled(
-            "get", self._tier.get([LayerKey(key, layer) for key in keys], buffers, self._timeout_s), len(keys)
-        )
+        layer_keys = [LayerKey(key, layer) for key in keys]
+        return self._outcomes("get", self._tier.get(layer_keys, buffers, self._timeout_s), len(keys))
 
     def _put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
         alive = list(zip(keys, chunks, strict=True))
@@ -102,29 +99,34 @@ class Guard:
         for layer in [*range(1, len(chunks[0].pages)), 0]:
             layer_keys = [LayerKey(key, layer) for key, _ in alive]
             buffers = [self._pool.page(int(chunk.pages[layer])) for _, chunk in alive]
-            ok = self._filled("put", self._tier.put(layer_keys, buffers, self._timeout_s), len(alive))
-            alive = [item for item, fine in zip(alive, ok, strict=True) if fine]
+            ends = self._outcomes("put", self._tier.put(layer_keys, buffers, self._timeout_s), len(alive))
+            alive = [item for item, end in zip(alive, ends, strict=True) if end == FILLED]
             if not alive:
                 return
 
-    def _filled(self, call: str, statuses: Sequence[Status], expected: int) -> Flags:
+    def _outcomes(self, call: str, statuses: Sequence[Status], expected: int) -> Int64s:
         _check_length(call, statuses, expected)
-        ok = np.array([status is Status.OK for status in statuses], bool)
-        num_missed = sum(status is Status.MISS for status in statuses)
-        num_wrong = expected - num_missed - int(ok.sum())
-        for ending, count in ((Status.MISS, num_missed), (Status.ERROR, num_wrong)):
+        outcomes = np.array([_outcome(status) for status in statuses], np.int64)
+        missed, wrong = (int((outcomes == reason).sum()) for reason in (Missing.MISS, Missing.ERROR))
+        for ending, count in ((Status.MISS, missed), (Status.ERROR, wrong)):
             if count:
                 self._counters.add(f"{self._tier.name}_{call}_{ending.value}", count)
-        if not ok.all():
+        if missed or wrong:
             log.warning(
                 "tier %s: %s of %d pages: %d missing, %d failed",
                 self._tier.name,
                 call,
                 expected,
-                num_missed,
-                num_wrong,
+                missed,
+                wrong,
             )
-        return ok
+        return outcomes
+
+
+def _outcome(status: object) -> int:
+    if status is Status.OK:
+        return FILLED
+    return Missing.MISS if status is Status.MISS else Missing.ERROR
 
 
 def _check_length(call: str, answers: Sequence[object], expected: int) -> None:

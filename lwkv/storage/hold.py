@@ -14,14 +14,13 @@ import numpy.typing as npt
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
-from lwkv.storage.guard import Guard
+from lwkv.storage.guard import FILLED, Guard
 from lwkv.storage.host import Chunk
-
-MISSING = -1
+from lwkv.storage.missing import Missing
 
 
 class LayerPages(NamedTuple):
-    """One layer of the chunks held: the page of each, int64 (chunks,), MISSING where it did not arrive."""
+    """One layer of the chunks held: the page of each, int64 (chunks,), or below 0 why not (Missing)."""
 
     pages: Int64s
 
@@ -40,9 +39,10 @@ class Found:
 class Hold:
     """The chunks found, pinned, and the pages that arrive for those from lower tiers.
 
-    `fetched` is int64 (layers, chunks): pages taken for lower-tier chunks so far. They belong to the hold
-    until `release`, which hands complete chunks to `promote` and the other pages to `give_back`. `lower` has
-    each lower tier that was found to have some of the chunks, with their keys and their positions.
+    `fetched` is int64 (layers, chunks): pages that arrived for lower-tier chunks so far, below 0 where none
+    did. They belong to the hold until `release`, which hands complete chunks to `promote` and the other pages
+    to `give_back`. `lower` has each lower tier that was found to have some of the chunks, with their keys and
+    their positions.
     """
 
     found: Sequence[Found]
@@ -59,7 +59,7 @@ class Hold:
 
     def __post_init__(self) -> None:
         self.in_host = np.array([item.chunk is not None for item in self.found], bool)
-        self.fetched = np.full((self.num_layers, len(self.found)), MISSING, np.int64)
+        self.fetched = np.full((self.num_layers, len(self.found)), Missing.LATE, np.int64)
         self._host_pages = self.fetched.copy()
         pages = [item.chunk.pages for item in self.found if item.chunk is not None]
         if pages:
@@ -72,7 +72,7 @@ class Hold:
         return self._host_pages if self.in_host.all() else None
 
     def host_pages(self, layer: int) -> Int64s:
-        """The pages of `layer` in the host tier, a copy; MISSING for chunks of lower tiers."""
+        """The pages of `layer` in the host tier, a copy; LATE for chunks of lower tiers."""
         pages: Int64s = self._host_pages[layer].copy()
         return pages
 
@@ -92,15 +92,15 @@ class Hold:
                 return
             self._released = True
         self.unpin([item.chunk for item in self.found if item.chunk is not None])
-        complete = (self.fetched != MISSING).all(axis=0)
+        complete = (self.fetched >= 0).all(axis=0)
         positions = np.flatnonzero(complete & ~self.in_host).tolist()
         self.promote(
             [self.found[i].key for i in positions],
             [Chunk(self.fetched[:, i].copy(), self.found[i].num_tokens) for i in positions],
         )
         rest = self.fetched[:, ~complete]
-        if (rest != MISSING).any():
-            self.give_back(rest[rest != MISSING])
+        if (rest >= 0).any():
+            self.give_back(rest[rest >= 0])
 
     def _chunks_in(self, tier: Guard) -> tuple[Guard, list[ChunkKey], Int64s]:
         positions = [i for i, item in enumerate(self.found) if item.tier is tier]
@@ -120,20 +120,23 @@ class LayerFetch:
         if num_parts == 0:
             self.future.set_result(LayerPages(self._pages))
 
-    def watch(self, part: Future[npt.NDArray[np.bool_]], positions: Int64s, pages: Int64s) -> None:
-        """Take `pages` for the chunks at `positions` once `part` says which of them arrived."""
+    def watch(self, part: Future[Int64s], positions: Int64s, pages: Int64s) -> None:
+        """Take `pages` for the chunks at `positions` once `part` says which of them are FILLED."""
         part.add_done_callback(partial(self._finish, positions, pages))
 
-    def part_failed(self) -> None:
-        """Count one part as done with nothing arrived."""
+    def lacks_memory(self, positions: Int64s) -> None:
+        """Count one part as done: there are no pages for the chunks at `positions`."""
+        with self._lock:
+            self._pages[positions] = Missing.NO_MEMORY
         self._count_part()
 
-    def _finish(self, positions: Int64s, pages: Int64s, part: Future[npt.NDArray[np.bool_]]) -> None:
+    def _finish(self, positions: Int64s, pages: Int64s, part: Future[Int64s]) -> None:
         failed = part.cancelled() or part.exception() is not None
-        ok = np.zeros(len(pages), bool) if failed else part.result()
+        outcomes = np.full(len(pages), Missing.ERROR) if failed else part.result()
+        filled = outcomes == FILLED
         with self._lock:
-            self._pages[positions[ok]] = pages[ok]
-        self._hold.arrived(self._layer, positions, pages, ok)
+            self._pages[positions] = np.where(filled, pages, outcomes)
+        self._hold.arrived(self._layer, positions, pages, filled)
         self._count_part()
 
     def _count_part(self) -> None:

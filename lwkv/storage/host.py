@@ -64,6 +64,8 @@ class HostTier:
         with self._lock:
             for chunk in chunks:
                 chunk.pins -= 1
+            dropped = self._take_unpinned() if self._closed else []
+        self._release(dropped)
 
     def insert(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
         """Make complete chunks visible, taking over the caller's page references; what is here stays."""
@@ -76,6 +78,11 @@ class HostTier:
                     self._chunks[key] = chunk
         self._release(surplus)
 
+    def evictable(self) -> int:
+        """How many pages `evict` could free; looks at every chunk."""
+        with self._lock:
+            return sum(len(chunk.pages) for chunk in self._chunks.values() if self._may_go(chunk))
+
     def evict(self, num_pages: int) -> bool:
         """Free `num_pages` pages or more, least recently used chunks first; none where too few can go."""
         victims: list[ChunkKey] = []
@@ -84,7 +91,7 @@ class HostTier:
             for key, chunk in self._chunks.items():
                 if found >= num_pages:
                     break
-                if not chunk.pins and not self._pool.is_shared(chunk.pages):
+                if self._may_go(chunk):
                     victims.append(key)
                     found += len(chunk.pages)
             if found < num_pages:
@@ -95,12 +102,18 @@ class HostTier:
         return True
 
     def close(self) -> None:
-        """Drop every chunk that is not pinned, and keep none from now on."""
+        """Drop every chunk, a pinned one with its last pin, and keep none from now on."""
         with self._lock:
             self._closed = True
-            dropped = [key for key, chunk in self._chunks.items() if not chunk.pins]
-            pages = [self._chunks.pop(key).pages for key in dropped]
-        self._release(pages)
+            dropped = self._take_unpinned()
+        self._release(dropped)
+
+    def _may_go(self, chunk: Chunk) -> bool:
+        return not chunk.pins and not self._pool.is_shared(chunk.pages)
+
+    def _take_unpinned(self) -> list[Int64s]:
+        unpinned = [key for key, chunk in self._chunks.items() if not chunk.pins]
+        return [self._chunks.pop(key).pages for key in unpinned]
 
     def _release(self, pages: Sequence[Int64s]) -> None:
         if pages:

@@ -15,6 +15,7 @@ from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
+from lwkv.rarely import Rarely
 from lwkv.storage.guard import Guard
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host import Chunk, HostTier
@@ -34,7 +35,7 @@ class StorageManager:
         tiers: lower tiers, nearest first.
         timeout_s: seconds a call of a lower tier may take before it counts as failed.
         counters: where errors and refusals are counted.
-        clock: seconds; when a tier is late, and how long it rests.
+        clock: seconds; when a tier is late, how long it rests, and when a line is logged again.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StorageManager:
         self._growth = Workers("growth", 1)
         self._writing: set[ChunkKey] = set()
         self._lock = threading.Lock()
+        self._rarely = Rarely(log, clock)
 
     @property
     def writes_in_flight(self) -> int:
@@ -81,29 +83,32 @@ class StorageManager:
         """Ask for every held chunk's page of each of `layers`; one future a layer, none of which raises.
 
         Pages belong to the hold, which is asked for each layer once. A chunk that fails, or finds no free
-        page, is MISSING in its layer. A tier that hangs keeps its future waiting: wait with a deadline.
+        page, is Missing in its layer. A tier that hangs keeps its future waiting: wait with a deadline.
         """
         return [self._get_layer(hold, layer) for layer in layers]
 
     def begin_write(self, keys: Sequence[ChunkKey], tokens: Sequence[int]) -> Write | None:
         """Take pages for all layers of those `keys` that are neither in the host tier nor on their way.
 
-        Returns None where there is nothing to store: all known, frozen, or no memory that could be freed.
+        Where memory cannot be freed for all of these, for as many as there is room for, from the first. What
+        is known of `keys` is not evicted for it: chunks are of no use without those before them.
+
+        Returns None where there is nothing to store: all known, frozen, or no room for a single one.
         """
         wanted = self._claim(keys)
         if not wanted:
             return None
-        pages = self.allocate(self._num_layers * len(wanted))
-        if pages is None:
-            self._unclaim([keys[i] for i in wanted])
-            self._counters.add("stores_refused")
-            log.warning("no room for %d chunks in host memory: not stored", len(wanted))
+        pages = self._pages_beside(keys, len(wanted))
+        wanted, refused = wanted[: pages.shape[1]], wanted[pages.shape[1] :]
+        if refused:
+            self._refuse([keys[i] for i in refused])
+        if not wanted:
             return None
         return Write(
             positions=np.array(wanted, np.int64),
             keys=[keys[i] for i in wanted],
             num_tokens=[tokens[i] for i in wanted],
-            pages=pages.reshape(self._num_layers, len(wanted)),
+            pages=pages,
             put=self.batched_put,
             drop=self._drop,
         )
@@ -137,6 +142,30 @@ class StorageManager:
             log.warning("host memory was still being page-locked at the end of close")
         self.host.close()
 
+    def _pages_beside(self, keys: Sequence[ChunkKey], num_chunks: int) -> Int64s:
+        """Pages for up to `num_chunks` chunks, int64 (layers, chunks), none of them taken from `keys`."""
+        pages = self._pool.allocate(self._num_layers * num_chunks)
+        if pages is None:
+            known = [chunk for chunk in self.host.pin(keys) if chunk is not None]
+            pages = self._as_many_pages(num_chunks)
+            self.host.unpin(known)
+        return pages.reshape(self._num_layers, -1)
+
+    def _as_many_pages(self, num_chunks: int) -> Int64s:
+        while num_chunks > 0:
+            pages = self.allocate(self._num_layers * num_chunks)
+            if pages is not None:
+                return pages
+            room = self._pool.available + self.host.evictable()
+            num_chunks = min(num_chunks - 1, room // self._num_layers)
+        return np.zeros(0, np.int64)
+
+    def _refuse(self, keys: Sequence[ChunkKey]) -> None:
+        self._unclaim(keys)
+        self._counters.add("stores_refused")
+        self._counters.add("chunks_refused", len(keys))
+        self._rarely.warn("no room for %d chunks in host memory: not stored", len(keys))
+
     def _grow_ahead(self, num_pages: int) -> None:
         # The next store of this size is not to wait for memory to be page-locked.
         if self._pool.num_pages < self._pool.max_pages:
@@ -148,7 +177,7 @@ class StorageManager:
             pages = self.allocate(len(positions))
             if pages is None:
                 self._counters.add("loads_without_memory", len(positions))
-                fetch.part_failed()
+                fetch.lacks_memory(positions)
             else:
                 fetch.watch(tier.get(keys, layer, pages), positions, pages)
         return fetch.future

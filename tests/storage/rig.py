@@ -12,7 +12,7 @@ from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
 from lwkv.platforms.cpu import CPU
 from lwkv.pool import HostPool
-from lwkv.storage import MISSING, Hold, LayerPages, StorageManager, Write
+from lwkv.storage import Hold, LayerPages, StorageManager, Write
 
 NUM_LAYERS = 3
 PAGE_BYTES = 5
@@ -129,7 +129,7 @@ class Rig:
         assert (self.pool.pages_in_use, self.pool.references) == (0, 0)
 
     def _value(self, page: int) -> int | None:
-        if page == MISSING:
+        if page < 0:
             return None
         values = set(self.pool.page(page).tolist())
         assert len(values) == 1

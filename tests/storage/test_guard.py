@@ -9,7 +9,7 @@ import pytest
 from storage.faulty_tier import LONG_S, Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, Rig, keys, value, values
 
-from lwkv.storage import MISSING, Status
+from lwkv.storage import Missing, Status
 from lwkv.storage.guard import NUM_READERS, NUM_WRITERS
 
 MakeRig = Callable[..., Rig]
@@ -173,7 +173,7 @@ def test_a_tier_that_hangs_is_left_alone_and_keeps_no_pages_but_those_in_its_han
     assert rig.lookup(1) == 0
     assert sum(future.done() for future in futures) >= 2 * NUM_LAYERS - NUM_READERS
     done = [future.result().pages.tolist() for future in futures if future.done()]
-    assert done == [[MISSING]] * len(done)
+    assert done == [[Missing.ERROR]] * len(done)
     assert rig.pool.references == 2 * NUM_LAYERS - len(done)
     assert len(caplog.messages) == 1
     assert rig.counters.totals()["faulty_timeouts"] == 1

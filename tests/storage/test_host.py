@@ -87,6 +87,33 @@ def test_eviction_frees_what_is_asked_or_nothing(host: HostTier, pool: HostPool)
     assert (len(host), pool.references, host.evicted) == (0, 0, 3)
 
 
+def test_what_can_be_evicted_is_what_is_neither_pinned_nor_read_elsewhere(
+    host: HostTier, pool: HostPool
+) -> None:
+    [_, second, _] = insert(host, pool, 1, 2, 3)
+    pinned = host.pin(keys(3))
+    pool.share(second.pages)
+    assert host.evictable() == NUM_LAYERS
+    assert not host.evict(NUM_LAYERS + 1)
+    pool.release(second.pages)
+    host.unpin([chunk for chunk in pinned if chunk])
+    assert host.evictable() == 3 * NUM_LAYERS
+
+
+def test_a_chunk_that_is_pinned_at_the_close_goes_with_its_last_pin(host: HostTier, pool: HostPool) -> None:
+    insert(host, pool, 1, 2)
+    [first], [again] = host.pin(keys(1)), host.pin(keys(1))
+    assert first is not None
+    assert again is not None
+    host.close()
+    pool.close()
+    assert (len(host), pool.references) == (1, NUM_LAYERS)
+    host.unpin([first])
+    assert pool.references == NUM_LAYERS
+    host.unpin([again])
+    assert (len(host), pool.references, pool._slabs) == (0, 0, [])
+
+
 def test_nothing_is_evicted_for_no_page(host: HostTier, pool: HostPool) -> None:
     insert(host, pool, 1)
     assert host.evict(0)

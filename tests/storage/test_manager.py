@@ -10,7 +10,7 @@ from storage.faulty_tier import LONG_S, Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, Rig, key, keys, value, values
 
 from lwkv.keys import LayerKey
-from lwkv.storage import MISSING, Status
+from lwkv.storage import Missing, Status
 
 MakeRig = Callable[..., Rig]
 
@@ -206,22 +206,15 @@ def test_a_write_that_finds_no_memory_is_refused_and_claims_nothing(
 ) -> None:
     rig = make_rig(num_chunks=2)
     rig.store(1, 2)
-    hold = rig.hold(1)
+    hold = rig.hold(1, 2)
     assert rig.begin(3, 4) is None
     assert caplog.messages == ["no room for 2 chunks in host memory: not stored"]
-    assert rig.counters.totals() == {"stores_refused": 1}
+    assert rig.counters.totals() == {"stores_refused": 1, "chunks_refused": 2}
     assert rig.manager.writes_in_flight == 0
-    assert rig.lookup(1, 2) == 2, "nothing is evicted in vain"
+    assert rig.lookup(1, 2) == 2
     hold.release()
     rig.store(3, 4)
     assert rig.lookup(3, 4) == 2
-
-
-def test_a_write_larger_than_the_pool_evicts_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig(num_chunks=2)
-    rig.store(1)
-    assert rig.begin(2, 3, 4) is None
-    assert rig.lookup(1) == 1
 
 
 def test_memory_is_made_by_evicting_the_least_recently_used(make_rig: MakeRig) -> None:
@@ -345,6 +338,93 @@ def test_threads_find_the_bytes_they_expect_under_pressure(make_rig: MakeRig) ->
     rig.require_rest()
 
 
-def test_missing_marks_no_page(rig: Rig) -> None:
+@pytest.mark.parametrize("reason", Missing)
+def test_missing_marks_no_page(rig: Rig, reason: Missing) -> None:
     with pytest.raises(ValueError, match="not in use"):
-        rig.pool.release(np.array([MISSING]))
+        rig.pool.release(np.array([reason]))
+
+
+def test_each_page_that_is_missing_says_why(make_rig: MakeRig, tier: FaultyTier) -> None:
+    rig = make_rig(tier)
+    rig.put_below(tier, 1, 2)
+    rig.store(3)
+    tier.faults["get", 0] = Fault(answer=lambda answers: [Status.MISS, Status.ERROR])
+    tier.faults["get", 1] = Fault(error=OSError("gone"))
+    hold = rig.hold(1, 2, 3)
+    assert hold.host_pages(0)[:2].tolist() == [Missing.LATE] * 2, "nothing has arrived yet"
+    pages = []
+    for layer in range(NUM_LAYERS):
+        taken = rig.manager.allocate(rig.pool.available) if layer == NUM_LAYERS - 1 else None
+        [future] = rig.manager.layerwise_batched_get(hold, [layer])
+        pages.append(future.result(LONG_S).pages[:2].tolist())
+    assert pages == [[Missing.MISS, Missing.ERROR], [Missing.ERROR] * 2, [Missing.NO_MEMORY] * 2]
+    assert taken is not None
+    rig.pool.release(taken)
+    hold.release()
+
+
+# What finds no room.
+
+
+def test_of_a_write_that_does_not_fit_the_first_chunks_are_kept(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(num_chunks=3)
+    rig.store(1)
+    hold = rig.hold(1)
+    write = rig.begin(2, 1, 3, 4, 5)
+    assert write is not None
+    assert (write.keys, write.positions.tolist()) == (keys(2, 3), [0, 2])
+    assert rig.manager.writes_in_flight == 2
+    assert caplog.messages == ["no room for 2 chunks in host memory: not stored"]
+    assert rig.counters.totals() == {"stores_refused": 1, "chunks_refused": 2}
+    write.commit()
+    hold.release()
+    assert rig.lookup(1, 2, 3, 4) == 3
+
+
+def test_room_for_a_write_is_never_made_from_the_chunks_before_it(make_rig: MakeRig) -> None:
+    rig = make_rig(num_chunks=4)
+    rig.store(1, 2)
+    rig.store(8, 9)
+    write = rig.begin(1, 2, 3, 4, 5)
+    assert write is not None
+    assert write.keys == keys(3, 4)
+    write.commit()
+    assert rig.lookup(1, 2, 3, 4) == 4
+    assert rig.begin(1, 2, 3, 4, 5) is None
+    assert rig.lookup(1, 2, 3, 4) == 4
+
+
+def test_a_pool_without_room_says_so_once_a_minute_and_recovers(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(num_chunks=2)
+    rig.store(1, 2)
+    hold = rig.hold(1, 2)
+    for number in range(3, 1003):
+        assert rig.begin(number) is None
+    assert len(caplog.messages) == 1
+    assert rig.counters.totals()["chunks_refused"] == 1000
+    rig.clock.now += 60
+    assert rig.begin(3) is None
+    assert caplog.messages[1:] == [
+        "no room for 1 chunks in host memory: not stored (999 more lines like this were left out)"
+    ]
+    hold.release()
+    rig.store(3, 4)
+    assert rig.lookup(3, 4) == 2
+
+
+def test_pages_are_there_again_as_soon_as_their_holder_is_done_without_anyone_asking(rig: Rig) -> None:
+    """Room is worked out from what is held now, not from what was held when something last asked."""
+    rig.store(*range(8))
+    hold = rig.hold(*range(8))
+    assert (rig.pool.available, rig.host.evictable()) == (0, 0)
+    hold.release()
+    assert (rig.pool.available, rig.host.evictable()) == (0, 8 * NUM_LAYERS)
+    write = rig.begin(*range(10, 18))
+    assert write is not None
+    assert len(write.keys) == 8
+    write.abort()
+    assert rig.pool.available == 8 * NUM_LAYERS
