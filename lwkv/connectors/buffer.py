@@ -91,7 +91,14 @@ class BufferConnector(PagedConnector):
         turn = None if shift is None else self._turn(load.plan, shift, moved)
         places = _send_places(load.plan, rows_of)
         return BufferedLoad(
-            load.plan, load.arrived, load.fetched, self._new_buffers(num_rows), rows_of, places, turn
+            load.plan,
+            load.arrived,
+            load.fetched,
+            load.recordings,
+            self._new_buffers(num_rows),
+            rows_of,
+            places,
+            turn,
         )
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:

@@ -63,9 +63,12 @@ class Lane:
         buffer.fills += 1
         return buffer
 
-    def pass_on(self, buffer: StagingBuffer) -> None:
-        """Let the emptying stream start once all that the filling stream holds now is done."""
+    def mark_filled(self, buffer: StagingBuffer) -> None:
+        """Take the buffer as full once all that the filling stream holds now is done."""
         self._platform.record(buffer.filled, self._filler)
+
+    def pass_on(self, buffer: StagingBuffer) -> None:
+        """Let the emptying stream go on once the buffer, which was marked, is full."""
         self._wait_filled(buffer)
 
     def take_back(self, buffer: StagingBuffer) -> None:

@@ -14,7 +14,7 @@ from lwkv.connectors.plan import Plan, Slice
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch, Event, Platform
 from lwkv.platforms.protocol import Int64s
-from lwkv.timeline import Timeline
+from lwkv.timeline import Recording, Timeline
 
 Write = Callable[[PagedLayer, torch.Tensor, Slice], None]
 
@@ -27,11 +27,13 @@ class Load:
         arrived: layer i's event, None until the layer is queued.
         fetched: staging buffers with the first slices in order, whose copies were queued ahead, and the
             number of that fill: another one since, of whatever batch, has overwritten the slice.
+        recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
     """
 
     plan: Plan
     arrived: list[Event | None]
     fetched: deque[tuple[StagingBuffer, int]] = field(default_factory=deque)
+    recordings: dict[int, Recording] = field(default_factory=dict)
 
 
 class Loader:
@@ -67,7 +69,7 @@ class Loader:
             write: queues nothing itself; moves a slice from a staging buffer into `target` when it runs.
         """
         lane = self._lane
-        recording = self._timeline.span("load", layer, lane.copies)
+        recording = load.recordings.pop(layer, None) or self._record(layer)
         for number, part in enumerate(load.plan.slices(target)):
             buffer = self._fetched(load) or self._fetch(load.plan.copies(layer, target, pages)[number])
             lane.pass_on(buffer)
@@ -101,13 +103,19 @@ class Loader:
             room = self._lane.num_buffers - len(load.fetched)
             if not room:
                 return
+            load.recordings[number] = self._record(number)
             for batch in load.plan.copies(number, layer, pages[number])[:room]:
                 buffer = self._fetch(batch)
                 load.fetched.append((buffer, buffer.fills))
 
+    def _record(self, layer: int) -> Recording:
+        return self._timeline.span("load", layer, self._lane.copies)
+
     def _fetch(self, batch: CopyBatch) -> StagingBuffer:
         buffer = self._lane.next_to_fill()
         self._platform.load_batch(buffer.memory, batch, self._lane.copies)
+        # Marked here: by the time it is passed on, the copies of later layers may be queued behind it.
+        self._lane.mark_filled(buffer)
         return buffer
 
     def _fetched(self, load: Load) -> StagingBuffer | None:

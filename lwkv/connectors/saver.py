@@ -57,6 +57,7 @@ class Saver:
             buffer = lane.next_to_fill()
             work = partial(self._kernels.gather, source, buffer.memory, part.rows)
             self._platform.launch(lane.kernels, work)
+            lane.mark_filled(buffer)
             lane.pass_on(buffer)
             self._platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)

@@ -1,0 +1,185 @@
+"""How long the model waits for its loads, on a clock that knows only what waits for what.
+
+Copies of one direction follow each other without a gap, from the start of the step; layer i computes once it
+has arrived and layer i - 1 is computed. The model then waits for no more than the first layer's copy and, in
+every other layer, what its copy takes longer than the computing of the layer before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from oracle import Dims, Oracle, require_rest, run_slots
+from virtual_clock import VirtualClock
+
+from lwkv.config import Config
+from lwkv.connectors import PagedConnector
+from lwkv.connectors.loader import Load
+from lwkv.engine import CacheEngine, Request
+from lwkv.platforms import CopyBatch
+from lwkv.steps import LayerSteps
+from lwkv.timeline import LoadTimes, Timeline, hidden_and_exposed
+
+HOST = torch.device("cpu")
+CHUNK = 8
+CACHED, FRESH = list(range(100, 124)), list(range(300, 324))
+CACHED_SLOTS, FRESH_SLOTS = run_slots(32, 24), run_slots(64, 24, backwards=True)
+MOST_LAYERS = 6
+SECONDS = st.integers(0, 12)
+PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=MOST_LAYERS)
+
+
+class Run:
+    """A model with an engine on a virtual clock; layer i's copies take `copies[i]` seconds either way."""
+
+    def __init__(self, copies: Sequence[int], computes: Sequence[int], lookahead: int) -> None:
+        self.computes = computes
+        self._left: Iterator[float] = iter(())
+        self.clock = VirtualClock(self._take, self._take_saved)
+        self._copies, self._saves = copies, 0
+        self.compute = self.clock.new_stream(HOST)
+        self.oracle = Oracle(self.clock, HOST, dims=Dims(layers=len(copies), blocks=32))
+        with self.clock.use_stream(self.compute):
+            self.timeline = Timeline(self.clock, HOST)
+            self.engine = self._engine(lookahead)
+            self.oracle.compute(CACHED, run_slots(0, 24))
+            self.engine.store(CACHED, slot_mapping=run_slots(0, 24))
+            assert self.engine.flush()
+
+    def step(
+        self, begin: Callable[[LayerSteps], None], stores: Sequence[Request] = ()
+    ) -> tuple[float, LoadTimes]:
+        """Load, compute and store all layers from a common start: until the last is computed, in seconds.
+
+        And what the timeline tells of it.
+        """
+        steps = LayerSteps(self.engine)
+        self._start_together()
+        with self.clock.use_stream(self.compute):
+            self.timeline.restart()
+            began = self.clock.host_now
+            steps.begin([Request(CACHED, CACHED_SLOTS)], stores)
+            begin(steps)
+            for layer, seconds in enumerate(self.computes):
+                steps.wait_for_layer_load(layer)
+                with self.timeline.span("compute", layer, self.compute):
+                    self.clock.work(seconds, self.compute)
+                    self.oracle.compute(FRESH, FRESH_SLOTS, [layer])
+                steps.save_kv_layer(layer)
+            assert self.clock.host_now == began, "the host never waits for the device within a step"
+            took = self.compute.now - began
+            assert steps.wait_for_save().loaded[0].all()
+            self.oracle.expect(CACHED, CACHED_SLOTS)
+            self.oracle.check()
+            assert self.engine.flush()
+            require_rest(self.engine)
+            return took, hidden_and_exposed(self.timeline.spans())
+
+    def _engine(self, lookahead: int) -> CacheEngine:
+        extra = {"lookahead_layers": lookahead, "staging_bytes": 1 << 16}
+        config = Config(chunk_size=CHUNK, use_layerwise=True, max_local_cpu_size=0.01, extra_config=extra)
+        hints = {"block_size": self.oracle.dims.block_size}
+        form = self.oracle.form.engine
+        return CacheEngine.create(
+            config, self.oracle.metadata, self.oracle.kvcaches, form, hints, self.clock, (), self.timeline
+        )
+
+    def _start_together(self) -> None:
+        """Let every stream come to where the last one is."""
+        lanes = (self.engine.connector._load_lane, self.engine.connector._save_lane)
+        streams = [self.compute, *(lane.copies for lane in lanes), *(lane.kernels for lane in lanes)]
+        for stream in streams:
+            self.clock.synchronize_stream(stream)
+        for stream in streams:
+            self.clock.work(0.0, stream)
+        self._left, self._saves = iter(self._copies), 0
+
+    def _take(self, batch: CopyBatch) -> float:
+        return next(self._left)
+
+    def _take_saved(self, batch: CopyBatch) -> float:
+        self._saves += 1
+        return self._copies[(self._saves - 1) % len(self._copies)]
+
+
+@contextmanager
+def opened(copies: Sequence[int], computes: Sequence[int], lookahead: int = 1) -> Iterator[Run]:
+    run = Run(copies, computes, lookahead)
+    yield run
+    run.engine.close()
+
+
+def by_layers(steps: LayerSteps) -> None:
+    assert steps.start_load_kv() == [24]
+
+
+def as_a_whole(steps: LayerSteps) -> None:
+    """Let the model wait for every layer before it begins."""
+    steps.start_load_kv()
+    for layer in range(MOST_LAYERS):
+        steps.wait_for_layer_load(layer)
+
+
+def bound(copies: Sequence[int], computes: Sequence[int]) -> int:
+    """The first layer's copy and, in every other, what is longer than computing the layer before."""
+    return copies[0] + sum(
+        max(0, copy - compute) for copy, compute in zip(copies[1:], computes[:-1], strict=True)
+    )
+
+
+def waited(copies: Sequence[int], computes: Sequence[int]) -> int:
+    """What a model waits for whose layers arrive one after the other, without a gap."""
+    arrived, computed = accumulate(copies), [0, *accumulate(computes)]
+    return max(there - done for there, done in zip(arrived, computed[:-1], strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(PAIRS, st.integers(0, 3), st.booleans())
+@example([(3, 5), (3, 5), (3, 5), (3, 5)], 1, True)
+@example([(5, 3), (5, 3), (5, 3), (5, 3)], 1, True)
+def test_the_model_waits_for_the_first_layer_and_what_copies_take_longer_than_compute(
+    times: list[tuple[int, int]], lookahead: int, stores: bool
+) -> None:
+    copies, computes = [copy for copy, _ in times], [compute for _, compute in times]
+    with opened(copies, computes, lookahead) as run:
+        took, found = run.step(by_layers, [Request(FRESH, FRESH_SLOTS)] if stores else [])
+    assert took - sum(computes) <= bound(copies, computes)
+    assert took - sum(computes) == waited(copies, computes)
+    assert found.exposed_s == pytest.approx(waited(copies, computes))
+    assert found.hidden_s + found.exposed_s <= sum(copies) + 1e-9
+
+
+@settings(max_examples=20, deadline=None)
+@given(PAIRS)
+def test_loaded_as_a_whole_the_model_waits_for_all_copies(times: list[tuple[int, int]]) -> None:
+    copies, computes = [copy for copy, _ in times], [compute for _, compute in times]
+    with opened(copies, computes) as run:
+        took, _ = run.step(as_a_whole)
+    assert took == sum(copies) + sum(computes)
+
+
+def test_a_wait_for_more_than_the_layer_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(connector: PagedConnector, load: Load, layer: int) -> None:
+        platform = connector.platform
+        platform.wait_stream(platform.current_stream(HOST), connector._load_lane.copies)
+
+    copies, computes = [4, 4, 4, 4], [9, 9, 9, 9]
+    monkeypatch.setattr(PagedConnector, "wait_layer", wait)
+    with opened(copies, computes) as run:
+        took, _ = run.step(by_layers)
+    assert took - sum(computes) > bound(copies, computes)
+
+
+def test_a_host_that_waits_for_the_device_within_a_step_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(connector: PagedConnector, load: Load, layer: int) -> None:
+        connector.platform.synchronize_stream(connector._load_lane.copies)
+
+    monkeypatch.setattr(PagedConnector, "wait_layer", wait)
+    with opened([4, 4], [9, 9]) as run, pytest.raises(AssertionError, match="never waits for the device"):
+        run.step(by_layers)
