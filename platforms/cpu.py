@@ -148,7 +148,7 @@ class CPU:
     def is_pinned(self, memory: torch.Tensor) -> bool:
         start = memory.data_ptr()
         end = start + memory.nbytes
-        return any(first <= start and end <= last for first, last in tuple(self._pinned.items()))
+        return any(first <= start and end <= last for first, last in self._pinned.copy().items())
 
     def host_register(self, memory: torch.Tensor) -> bool:
         self._pinned[memory.data_ptr()] = memory.data_ptr() + memory.nbytes

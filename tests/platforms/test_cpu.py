@@ -348,6 +348,27 @@ def test_a_batch_whose_addresses_are_not_those_of_its_slabs_is_refused(cpu: CPU)
         cpu.save_batch(buffer, batch, cpu.new_stream(HOST))
 
 
+def test_memory_may_be_freed_by_the_garbage_collector_while_it_is_looked_up(cpu: CPU) -> None:
+    class Cycle:
+        """Keeps memory until the collector finds it."""
+
+        def __init__(self) -> None:
+            self.me, self.memory = self, cpu.alloc_pinned(8)
+
+    kept = [cpu.alloc_pinned(8) for _ in range(40)]
+    thresholds = gc.get_threshold()
+    try:
+        for allocations in range(1, 40):
+            gc.disable()
+            Cycle()
+            gc.set_threshold(allocations, 1, 1)
+            gc.enable()
+            assert cpu.is_pinned(kept[0])
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+
+
 def test_freed_pinned_memory_is_no_longer_known(cpu: CPU) -> None:
     memory = cpu.alloc_pinned(4096)
     view = memory[7:9]
