@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import torch
 
 from lwkv.engine import CacheEngine, Request
+from lwkv.errors import DEVICE_FAILURES
+
+log = logging.getLogger(__name__)
+
+ENDED = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +38,18 @@ class LayerSteps:
 
     The engine calls `begin`, `start_load_kv`, for each layer `wait_for_layer_load` before its attention and
     `save_kv_layer` after it, and `wait_for_save`. A hook may come twice, late, or not at all: hooks are
-    idempotent per layer, and `wait_for_save` ends the step in any case. For one thread, one step at a time.
+    idempotent per layer, and `wait_for_save` ends the step in any case. What fails on the device is told by
+    the step's result, never raised. For one thread, one step at a time.
+
+    Args:
+        layerwise: load and save layer by layer; False for in bulk, where `start_load_kv` queues all layers
+            and makes the current stream wait for them, and `wait_for_save` saves all; None as the engine's
+            `use_layerwise` says.
     """
 
-    def __init__(self, engine: CacheEngine) -> None:
+    def __init__(self, engine: CacheEngine, layerwise: bool | None = None) -> None:
         self._engine = engine
+        self._layerwise = engine.config.use_layerwise if layerwise is None else layerwise
         self._num_layers = engine.num_layers
         self._load: Generator[Any, None, None] | None = None
         self._store: Generator[None, None, None] | None = None
@@ -48,12 +61,13 @@ class LayerSteps:
         A step that has not ended is given up, and nothing of it is stored. Raises RequestError for requests
         that do not fit, and then changes nothing.
         """
-        load = self._engine.retrieve_batch(loads) if loads else None
+        load = self._engine.retrieve_batch(loads, sync=self._layerwise) if loads else None
         store = self._engine.store_batch(stores) if stores else None
         for unfinished in (self._load, self._store):
             if unfinished is not None:
                 unfinished.close()
         self._load, self._store = load, store
+        self._loads = loads
         self._promised: list[int] = [0] * len(loads)
         self._loads_taken = 0
         self._stores_taken = 0
@@ -63,11 +77,9 @@ class LayerSteps:
         self._result: StepResult | None = None
 
     def start_load_kv(self) -> list[int]:
-        """Queue the first layer of all loads; return how many tokens of each will be loaded."""
+        """Queue the first layer of all loads, or in bulk all; return how many tokens of each will come."""
         if self._load is not None and self._loads_taken == 0:
-            self._promised = next(self._load)
-            next(self._load)
-            self._loads_taken = 2
+            self._advance_load(2 if self._layerwise else self._num_layers + 2)
         return self._promised
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -83,8 +95,9 @@ class LayerSteps:
         if 0 <= layer < self._num_layers:
             self._missed_wait |= not self._is_waited_for(layer)
             self._computed.add(layer)
-        while self._store is not None and self._stores_taken in self._computed:
-            next(self._store)
+        while self._layerwise and self._store is not None and self._stores_taken in self._computed:
+            if self._next(self._store) is ENDED:
+                self._store = None
             self._stores_taken += 1
 
     def wait_for_save(self) -> StepResult:
@@ -104,10 +117,23 @@ class LayerSteps:
 
     def _advance_load(self, steps: int) -> None:
         while self._load is not None and self._loads_taken < min(steps, self._num_layers + 2):
-            item = next(self._load)
+            item = self._next(self._load)
             self._loads_taken += 1
-            if self._loads_taken == self._num_layers + 2:
+            if item is ENDED:
+                self._load = None
+                self._masks = [torch.zeros(len(load.tokens), dtype=torch.bool) for load in self._loads]
+            elif self._loads_taken == 1:
+                self._promised = item
+            elif self._loads_taken == self._num_layers + 2:
                 self._masks = item
+
+    def _next(self, steps: Generator[Any, None, None]) -> Any:
+        """The next item; ENDED where there is none, and from a failure on, which gives everything back."""
+        try:
+            return next(steps, ENDED)
+        except DEVICE_FAILURES:
+            log.exception("a step's transfers have failed; they end here, and the model goes on without them")
+            return ENDED
 
     def _all_loaded(self) -> bool:
         return all(int(mask.sum()) == count for mask, count in zip(self._masks, self._promised, strict=True))
@@ -116,8 +142,7 @@ class LayerSteps:
         store, self._store = self._store, None
         if store is None:
             return False
-        if valid:
-            for _ in store:
-                pass
+        left = range(self._stores_taken, self._num_layers + 1) if valid else ()
+        stored = valid and all(self._next(store) is not ENDED for _ in left)
         store.close()
-        return valid
+        return stored

@@ -1,4 +1,4 @@
-"""Two other ways to load, which the layerwise one is compared with: in bulk, and with a block spoiled."""
+"""Loads with a block spoiled, which show that answers rest on what was loaded."""
 
 from __future__ import annotations
 
@@ -6,39 +6,9 @@ from collections.abc import Sequence
 
 from lwkv.engine import CacheEngine
 from lwkv.reference import PagedCache
-from lwkv.reference.hooks import Outcome
 from lwkv.request import Request
 from lwkv.steps import LayerSteps
 from lwkv.transfer import NO_SLOT
-
-
-class BulkLoads:
-    """Loads a request whole, in all layers, before its forward pass begins; stores nothing."""
-
-    def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
-        self._loads: Sequence[Request] = ()
-        self._outcome = Outcome([], False)
-
-    def begin(self, loads: Sequence[Request], stores: Sequence[Request]) -> None:
-        self._loads = loads
-
-    def start_load_kv(self) -> list[int]:
-        masks = [
-            self._engine.retrieve(load.tokens, load.mask, slot_mapping=load.slot_mapping, salts=load.salts)
-            for load in self._loads
-        ]
-        self._outcome = Outcome(masks, False)
-        return [int(mask.sum()) for mask in masks]
-
-    def wait_for_layer_load(self, layer: int) -> None:
-        pass
-
-    def save_kv_layer(self, layer: int) -> None:
-        pass
-
-    def wait_for_save(self) -> Outcome:
-        return self._outcome
 
 
 class SpoiledLoads(LayerSteps):

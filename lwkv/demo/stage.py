@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lwkv.config import Config
-from lwkv.demo.loads import BulkLoads, SpoiledLoads
+from lwkv.demo.loads import SpoiledLoads
 from lwkv.demo.model_file import NamedModel
 from lwkv.demo.progress import Tick, ignore
 from lwkv.platforms import Platform
@@ -82,7 +82,7 @@ class Stage:
         )
         self.no_cache = NoCache()
         self.by_layers = LayerSteps(self.engine)
-        self.in_bulk = BulkLoads(self.engine)
+        self.in_bulk = LayerSteps(self.engine, layerwise=False)
         self.spoiled = SpoiledLoads(self.engine, self._cache)
 
     def run(self, prompt: Prompt, steps: KVSteps, tick: Tick = ignore) -> Run:
@@ -105,7 +105,7 @@ class Stage:
 
     def close(self) -> None:
         """End what an interrupt left half done, and give everything back."""
-        for steps in (self.by_layers, self.spoiled):
+        for steps in (self.by_layers, self.in_bulk, self.spoiled):
             steps.begin((), ())
         self.engine.close()
 
