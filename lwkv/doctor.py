@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform as python_platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -12,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lwkv.kernels import choose_kernels
 from lwkv.link import measure_link
+from lwkv.platform_choice import why_chosen
 from lwkv.platforms import Platform, detect_platform, open_platform, platform_names
 from lwkv.platforms.registry import VARIABLE
 
@@ -76,7 +76,7 @@ def examine(override: str | None = None) -> Report:
     except (ValueError, RuntimeError) as error:
         report.faults.append(str(error))
     else:
-        report.platform, report.why = chosen.name, _why(override)
+        report.platform, report.why = chosen.name, why_chosen(override)
         _examine_device(report, chosen)
     report.advice.extend(_advice(report))
     return report
@@ -101,14 +101,6 @@ def _verdict(name: str) -> str:
         return str(error)
     count = found.device_count()
     return f"available, {count} device{'s' if count > 1 else ''}"
-
-
-def _why(override: str | None) -> str:
-    if override:
-        return "it was asked for with --platform"
-    if os.environ.get(VARIABLE):
-        return f"{VARIABLE} asks for it"
-    return f"the first that is available of {', '.join(platform_names())}"
 
 
 def _examine_device(report: Report, platform: Platform) -> None:
@@ -146,6 +138,8 @@ def _advice(report: Report) -> Iterator[str]:
         wanted = package != "triton" or report.platform not in (None, "cpu")
         if wanted and report.versions[package] is None:
             yield f"{package} is not installed ({purpose}): {how}."
+    if report.kernels == "torch" and report.platform != "cpu" and report.versions["triton"] is not None:
+        yield f"triton is installed, but does not serve {report.platform}: {_OPTIONAL[0][2]}."
     if report.versions["lwkv"] is None:
         yield "lwkv itself is run from its tree and not installed: pip install ."
 

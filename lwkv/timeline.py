@@ -146,7 +146,8 @@ def hidden_and_exposed(spans: Iterable[Span]) -> LoadTimes:
     spans = list(spans)
     loads = [span for span in spans if span.lane == "load"]
     compute = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start)
-    hidden = _covered(loads) + _covered(compute) - _covered(loads + compute)
+    # Nothing in common, in sums of floats, can come out as less than nothing.
+    hidden = max(0.0, _covered(loads) + _covered(compute) - _covered(loads + compute))
     return LoadTimes(hidden, _exposed(compute, _needed(loads, compute)))
 
 

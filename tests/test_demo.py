@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from demo_model import needs_smollm2
 from safetensors.torch import save_file
 
 from lwkv.cli import main
@@ -24,7 +25,6 @@ from lwkv.reference import (
     ModelShape,
     Prompt,
     document_prompt,
-    find_smollm2,
 )
 from lwkv.reference.random_model import RandomTensors
 from lwkv.reference.smollm2 import INSTALL
@@ -386,7 +386,7 @@ def test_what_prompts_share_counts_in_whole_chunks(first: int, second: int, shar
     assert num_shared(prompts) == shared
 
 
-@pytest.mark.skipif(find_smollm2() is None, reason=f"SmolLM2 is not installed: {INSTALL}")
+@needs_smollm2
 def test_smollm2_answers_from_its_loaded_document(
     platform: Platform, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

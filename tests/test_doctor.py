@@ -92,6 +92,12 @@ def test_what_the_platform_lacks_is_said_with_what_to_do(monkeypatch: pytest.Mon
     assert any("pip install 'lwkv[demo]'" in line for line in report.advice)
 
 
+def test_a_triton_that_does_not_serve_the_platform_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Card())
+    monkeypatch.setattr(doctor, "_version", lambda package: "3.6.0")
+    assert any("triton is installed, but does not serve card" in line for line in doctor.examine().advice)
+
+
 @pytest.mark.parametrize(
     ("platform", "wanted"),
     [

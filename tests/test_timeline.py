@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lwkv.picture import draw_timeline
@@ -67,6 +68,22 @@ def test_several_loads_of_one_layer_are_waited_for_once() -> None:
 
 def test_loads_that_nobody_computes_upon_expose_nothing() -> None:
     assert hidden_and_exposed([load(7, 0, 2), compute(0, 1, 4)]) == LoadTimes(1, 0)
+
+
+TENTHS = st.integers(0, 99).map(lambda tenths: tenths / 10)
+
+
+@given(st.lists(st.tuples(TENTHS, TENTHS), max_size=9))
+@example([(0.1, 0.3), (0.7, 0.9)])
+def test_what_is_hidden_is_never_less_than_nothing(gaps: list[tuple[float, float]]) -> None:
+    spans, now = [], 0.0
+    for number, (load_time, compute_time) in enumerate(gaps):
+        spans += [load(number, now, now + load_time)]
+        spans += [compute(number, now + load_time, now + load_time + compute_time)]
+        now += load_time + compute_time
+    hidden = hidden_and_exposed(spans).hidden_s
+    assert 0 <= hidden < 1e-9
+    assert math.copysign(1, hidden) == 1
 
 
 def test_saves_count_as_neither() -> None:

@@ -19,7 +19,8 @@ from lwkv.demo.report import report_lines
 from lwkv.errors import ConfigError
 from lwkv.kernels import choose_kernels
 from lwkv.picture import draw_timeline
-from lwkv.platforms import Platform, detect_platform, platform_names
+from lwkv.platform_choice import why_chosen
+from lwkv.platforms import Platform, detect_platform
 from lwkv.platforms.registry import VARIABLE
 from lwkv.reference.packages import require_package
 from lwkv.trace import write_trace
@@ -77,7 +78,7 @@ def _setting(
 ) -> Setting:
     return Setting(
         platform=platform.name,
-        why=_why(override),
+        why=why_chosen(override),
         device=str(named.model.device),
         kernels=choose_kernels(platform).name,
         threads=torch.get_num_threads(),
@@ -87,14 +88,6 @@ def _setting(
         chunk_size=CHUNK_SIZE,
         repeats=repeats,
     )
-
-
-def _why(override: str | None) -> str:
-    if override:
-        return "it was asked for with --platform"
-    if os.environ.get(VARIABLE):
-        return f"{VARIABLE} asks for it"
-    return f"the first that is available of {', '.join(platform_names())}"
 
 
 def _draw(results: Results, folder: Path) -> Iterator[Path]:

