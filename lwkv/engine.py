@@ -24,7 +24,7 @@ from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
-from lwkv.request import CheckedRequest, Chunking, Request, check_request
+from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval, LoadSettings
 from lwkv.storage import StorageManager, Tier
 from lwkv.storing import BatchStoring
@@ -69,7 +69,7 @@ class CacheEngine:
         self._memo = KeyMemo(self._make_keys)
         self._counters = Counters()
         self._pool = HostPool(
-            connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes
+            connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, self._counters
         )
         self._pool.reserve(config.reserve_bytes)
         self._storage = StorageManager(
@@ -135,8 +135,8 @@ class CacheEngine:
         Raises (at the call):
             RequestError: arguments that do not fit. ClosedError: the engine is closed.
         """
-        request = self._check(Request(tokens, slot_mapping, mask, salts), kvcaches)
-        return retrieve_steps(self._retrieval([request]), sync, itemgetter(0))
+        requests = self._check(check_loads, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
+        return retrieve_steps(self._retrieval(requests), sync, itemgetter(0))
 
     def store_layer(
         self,
@@ -153,23 +153,26 @@ class CacheEngine:
         Take step i + 1 when the current stream has been told to compute layer i. The last step lets the
         chunks become visible once their bytes have arrived, and makes the current stream wait until the
         blocks have been read. Chunks wholly in the masked part, known ones and those that lack a slot are
-        left out; where host memory cannot be freed nothing is stored. Closing the generator early is safe
-        and stores nothing.
+        left out; where host memory cannot be freed for all, the first that fit are stored. Where the device
+        fails nothing is stored, and nothing raised. Closing the generator early is safe and stores nothing.
 
         Args and Raises: as for `retrieve_layer`.
         """
-        request = self._check(Request(tokens, slot_mapping, mask, salts), kvcaches)
-        return store_steps(self._storing([request], sync))
+        requests = self._check(check_stores, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
+        return store_steps(self._storing(requests, sync))
 
     def retrieve_batch(
         self, requests: Sequence[Request], sync: bool = True
     ) -> Generator[list[int] | list[torch.Tensor] | None, None, None]:
-        """As `retrieve_layer`, for several requests merged into one transfer a layer; yields a list."""
-        return retrieve_steps(self._retrieval([self._check(request) for request in requests]), sync, list)
+        """As `retrieve_layer`, for several requests merged into one transfer a layer; yields a list.
+
+        No slot may be loaded for two of them.
+        """
+        return retrieve_steps(self._retrieval(self._check(check_loads, requests)), sync, list)
 
     def store_batch(self, requests: Sequence[Request], sync: bool = True) -> Generator[None, None, None]:
         """As `store_layer`, for several requests merged into one transfer a layer."""
-        return store_steps(self._storing([self._check(request) for request in requests], sync))
+        return store_steps(self._storing(self._check(check_stores, requests), sync))
 
     def retrieve(self, tokens: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
         """Load all layers at once, in front of the current stream's next work; arguments as above."""
@@ -242,12 +245,17 @@ class CacheEngine:
             sync,
         )
 
-    def _check(self, request: Request, kvcaches: Registration | None = None) -> CheckedRequest:
+    def _check(
+        self,
+        check: Callable[[Sequence[Request], int, Chunking], list[CheckedRequest]],
+        requests: Sequence[Request],
+        kvcaches: Registration | None = None,
+    ) -> list[CheckedRequest]:
         self._require_open()
         if kvcaches is not None and kvcaches is not self._seen_caches:
             self.connector.register(kvcaches)
             self._seen_caches = kvcaches
-        return check_request(request, self.connector.num_slots, self._chunking)
+        return check(requests, self.connector.num_slots, self._chunking)
 
     def _request_keys(self, request: CheckedRequest) -> list[ChunkKey]:
         return self._keys(request.ids[: int(request.chunk_tokens.sum())], request.salts)

@@ -88,36 +88,57 @@ class CheckedRequest:
         return (ends > self.first) & with_slots
 
 
-def check_request(request: Request, num_slots: int, chunking: Chunking) -> CheckedRequest:
-    """Bring a request into one form.
+def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
+    """Bring requests into one form that are loaded together.
 
     Raises:
         RequestError: tokens that are no ids; a slot mapping or mask of another length or kind; slots out of
-            range or given twice, or not whole blocks where only these can be moved; a mask that is not False,
-            then True; salts that are no sequence of texts.
+            range or given twice, also by two requests, or not whole blocks where only these can be moved; a
+            mask that is not False, then True; salts that are no sequence of texts. Where there are several
+            requests the slots of tokens that the engine has itself are not looked at: they may share them.
     """
-    # Copies: the engine may go on writing to its arrays while the request is under way.
-    ids = as_token_ids(request.tokens).copy()
-    slots = _as_slots(request.slot_mapping, len(ids), num_slots)
-    first = _leading_false(request.mask, len(ids))
-    counts = chunking.chunk_tokens(len(ids))
-    checked = CheckedRequest(ids, slots, first, _as_salts(request.salts), chunking.chunk_size, counts)
+    checked = [_checked(request, chunking) for request in requests]
+    if len(checked) == 1:
+        _check_slots(checked[0].slots, num_slots)
+    elif checked:
+        _check_slots(np.concatenate([request.slots[request.first :] for request in checked]), num_slots)
     if chunking.unit > 1:
-        checked.loads(0, len(counts)).row_slots(chunking.unit)
+        for request in checked:
+            request.loads(0, len(request.chunk_tokens)).row_slots(chunking.unit)
     return checked
 
 
-def _as_slots(slot_mapping: Any, num_tokens: int, num_slots: int) -> Int64s:
+def check_stores(requests: Sequence[Request], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
+    """Bring requests into one form that are stored together; they may share slots, which are only read.
+
+    Raises:
+        RequestError: as `check_loads`, for each request by itself.
+    """
+    checked = [_checked(request, chunking) for request in requests]
+    for request in checked:
+        _check_slots(request.slots, num_slots)
+        if chunking.unit > 1:
+            request.saves().only(request.new_chunks()).row_slots(chunking.unit)
+    return checked
+
+
+def _checked(request: Request, chunking: Chunking) -> CheckedRequest:
+    # Copies: the engine may go on writing to its arrays while the request is under way.
+    ids = as_token_ids(request.tokens).copy()
+    slots = _as_slots(request.slot_mapping, len(ids))
+    first = _leading_false(request.mask, len(ids))
+    counts = chunking.chunk_tokens(len(ids))
+    return CheckedRequest(ids, slots, first, _as_salts(request.salts), chunking.chunk_size, counts)
+
+
+def _as_slots(slot_mapping: Any, num_tokens: int) -> Int64s:
     slots = _as_array(slot_mapping)
     if slots.shape != (num_tokens,) or (num_tokens and slots.dtype.kind not in "iu"):
         raise RequestError(
             f"slot_mapping is {slots.dtype} {slots.shape}; it must be whole numbers, one for each of the "
             f"{num_tokens} tokens"
         )
-    slots = slots.astype(np.int64)
-    if num_tokens:
-        _check_slots(slots, num_slots)
-    return slots
+    return slots.astype(np.int64)
 
 
 def _check_slots(slots: Int64s, num_slots: int) -> None:
@@ -126,6 +147,8 @@ def _check_slots(slots: Int64s, num_slots: int) -> None:
     Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
     after the one before has ended, firsts and lasts sorted by themselves.
     """
+    if not len(slots):
+        return
     steps = np.zeros(len(slots), np.int64)
     np.subtract(slots[1:], slots[:-1], out=steps[1:])
     starts = (steps != 1).nonzero()[0]
@@ -144,7 +167,7 @@ def _check_slots(slots: Int64s, num_slots: int) -> None:
         first, last = np.maximum(first[len(first) - runs :], 0), last[len(last) - runs :]
     repeated = (first[1:] <= last[:-1]).nonzero()[0]
     if len(repeated):
-        raise RequestError(f"slot {first[1:][repeated[0]]} is given to two tokens of a request")
+        raise RequestError(f"slot {first[1:][repeated[0]]} is given to two tokens; each needs its own")
 
 
 def _leading_false(mask: Any, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lwkv.errors import RequestError
-from lwkv.request import CheckedRequest, Chunking, Request, check_request
+from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
 from lwkv.transfer import NO_SLOT
 
 NUM_SLOTS = 64
@@ -24,7 +24,10 @@ def check(
     slots: Any, mask: Any = None, chunking: Chunking = WHOLE, tokens: Any = None, salts: Any = ()
 ) -> CheckedRequest:
     tokens = range(len(slots)) if tokens is None else tokens
-    return check_request(Request(tokens, slots, mask, salts), NUM_SLOTS, chunking)
+    request = Request(tokens, slots, mask, salts)
+    [checked] = check_loads([request], NUM_SLOTS, chunking)
+    check_stores([request], NUM_SLOTS, chunking)
+    return checked
 
 
 @given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(1, 3))
@@ -155,3 +158,42 @@ def test_where_only_whole_blocks_move_other_slots_are_refused() -> None:
 
 def test_where_only_whole_blocks_move_a_rest_is_left_alone() -> None:
     assert check([8, 9, 10, 11, 4, 5], chunking=OPAQUE).chunk_tokens.tolist() == [4]
+
+
+def test_where_only_whole_blocks_move_a_mask_may_end_inside_a_block_of_a_store_but_not_of_a_load() -> None:
+    inside = Request(range(8), list(range(8)), [i >= 2 for i in range(8)])
+    [checked] = check_stores([inside], NUM_SLOTS, OPAQUE)
+    assert checked.saves().slots.tolist() == list(range(8))
+    with pytest.raises(RequestError, match="whole blocks of 4 tokens"):
+        check_loads([inside], NUM_SLOTS, OPAQUE)
+
+
+def test_where_only_whole_blocks_move_a_store_with_other_slots_is_refused_unless_its_chunk_is_left_out() -> (
+    None
+):
+    scattered = [9, 10, 11, 12, 4, 5, 6, 7]
+    with pytest.raises(RequestError, match="whole blocks of 4 tokens"):
+        check_stores([Request(range(8), scattered)], NUM_SLOTS, OPAQUE)
+    check_stores([Request(range(8), scattered, [False] * 8)], NUM_SLOTS, OPAQUE)
+    check_stores([Request(range(8), [0, 1, 2, NO_SLOT, 4, 5, 6, 7])], NUM_SLOTS, OPAQUE)
+
+
+def test_two_requests_of_a_load_may_not_be_given_one_slot_but_those_of_a_store_may() -> None:
+    requests = [Request(range(4), [1, 2, 3, 4]), Request(range(3), [8, 4, 9])]
+    with pytest.raises(RequestError, match="slot 4 is given to two tokens"):
+        check_loads(requests, NUM_SLOTS, WHOLE)
+    assert len(check_stores(requests, NUM_SLOTS, WHOLE)) == 2
+
+
+def test_requests_may_share_the_slots_of_a_prefix_that_the_engine_has_itself() -> None:
+    requests = [
+        Request(range(5), [1, 2, 3, 4, 5], [False] * 3 + [True] * 2),
+        Request(range(4), [1, 2, 3, 8], [False] * 3 + [True]),
+        Request([], []),
+        Request(range(2), [1, 2], [False] * 2),
+    ]
+    checked = check_loads(requests, NUM_SLOTS, WHOLE)
+    assert [request.first for request in checked] == [3, 3, 0, 2]
+    assert check_loads([], NUM_SLOTS, WHOLE) == check_loads(requests[4:], NUM_SLOTS, WHOLE) == []
+    with pytest.raises(RequestError, match=r"slot 64 is out of range"):
+        check_loads([*requests, Request([7], [NUM_SLOTS])], NUM_SLOTS, WHOLE)
