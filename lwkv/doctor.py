@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
+from lwkv import __version__
 from lwkv.kernels import choose_kernels
 from lwkv.link import measure_link
 from lwkv.platform_choice import why_chosen
@@ -83,8 +84,9 @@ def examine(override: str | None = None) -> Report:
 
 
 def _versions() -> dict[str, str | None]:
-    names = ("lwkv", *_PACKAGES, *(name for name, _, _ in _OPTIONAL), *_ENGINES)
-    return {"python": python_platform.python_version()} | {name: _version(name) for name in names}
+    names = (*_PACKAGES, *(name for name, _, _ in _OPTIONAL), *_ENGINES)
+    own = {"python": python_platform.python_version(), "lwkv": __version__}
+    return own | {name: _version(name) for name in names}
 
 
 def _version(package: str) -> str | None:
@@ -140,7 +142,7 @@ def _advice(report: Report) -> Iterator[str]:
             yield f"{package} is not installed ({purpose}): {how}."
     if report.kernels == "torch" and report.platform != "cpu" and report.versions["triton"] is not None:
         yield f"triton is installed, but does not serve {report.platform}: {_OPTIONAL[0][2]}."
-    if report.versions["lwkv"] is None:
+    if _version("lwkv") is None:
         yield "lwkv itself is run from its tree and not installed: pip install ."
 
 
