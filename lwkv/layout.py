@@ -82,8 +82,8 @@ def describe_layers(
     second time under another name (layers that share their KV) is left out, with a log line.
 
     Args:
-        kvcaches: one tensor a layer, or its K and V tensors, all on one device. A sequence's layers are
-            named layer_0, layer_1 and so on.
+        kvcaches: one tensor a layer, or its K and V tensors, alike in shape and strides, all on one device. A
+            sequence's layers are named layer_0, layer_1 and so on.
         spec: of all layers, or one for each name where they differ.
         layout: a name of LAYOUTS, which every layer must then fit; or "opaque": dimension 0 counts blocks
             and the bytes of a block mean nothing to us. Never assumed.

@@ -52,10 +52,15 @@ def _name(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -> Named:
 
 def _check_memory(name: str, tensors: tuple[Tensor, ...], device: torch.device) -> None:
     problems = [problem for t in tensors if (problem := _memory_problem(t, device))]
-    if any((t.shape, t.dtype) != (tensors[0].shape, tensors[0].dtype) for t in tensors):
-        problems.append("K and V differ in shape or dtype")
+    if any(_form(t) != _form(tensors[0]) for t in tensors):
+        problems.append("K and V differ in shape, strides or dtype")
     if problems:
         raise LayoutError(f"{picture(name, tensors)}: {'; '.join(problems)}")
+
+
+def _form(t: Tensor) -> tuple[object, ...]:
+    steps = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+    return t.shape, t.dtype, steps
 
 
 def _memory_problem(t: Tensor, device: torch.device) -> str | None:

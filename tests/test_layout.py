@@ -190,8 +190,8 @@ def test_candidates_that_read_the_same_bytes_are_no_ambiguity() -> None:
         (torch.zeros(5, 4, 3, 16), "is not"),
         (torch.zeros(2, 5, 8, 3, 8), "is not"),
         ((torch.zeros(21, 3, 8), torch.zeros(21, 3, 8)), "is not"),
-        ((torch.zeros(20, 3, 8), torch.zeros(20, 3, 4)), "differ in shape or dtype"),
-        ((torch.zeros(20, 3, 8), torch.zeros(20, 3, 8).half()), "differ in shape or dtype"),
+        ((torch.zeros(20, 3, 8), torch.zeros(20, 3, 4)), "differ in shape, strides or dtype"),
+        ((torch.zeros(20, 3, 8), torch.zeros(20, 3, 8).half()), "differ in shape, strides or dtype"),
         ((torch.zeros(20, 3, 8),) * 2, "same address as its own other part"),
         ((torch.zeros(1),) * 3, "expected a strided tensor"),
         (torch.zeros(2, 5, 4, 3, 8).to_sparse(), "expected a strided tensor"),
@@ -257,6 +257,15 @@ def test_layers_that_share_memory_in_different_forms_are_refused() -> None:
     k, v = torch.zeros(20, 3, 8), torch.zeros(20, 3, 8)
     with pytest.raises(LayoutError, match=r"'b'.*same address as a"):
         describe_layers({"a": (k, v), "b": (v, k)}, SPEC)
+
+
+def test_k_and_v_of_a_pair_step_alike() -> None:
+    """One number serves both as the distance of their blocks."""
+    k, v = torch.zeros(20, 3, 8), torch.zeros(20, 3, 9)[..., :8]
+    with pytest.raises(LayoutError, match=r"'a'.*K and V differ in shape, strides or dtype"):
+        describe_layers({"a": (k, v)}, SPEC)
+    k, v = torch.zeros(20, 1, 8), torch.zeros(20, 8).as_strided((20, 1, 8), (8, 5, 1))
+    assert describe_layers({"a": (k, v)}, KVSpec(1, 8, 4))
 
 
 def test_opaque_blocks_are_rows_of_raw_elements() -> None:
