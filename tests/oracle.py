@@ -47,6 +47,10 @@ class Dims:
         return self.blocks * self.block_size
 
 
+class WrongBytesError(AssertionError):
+    """Memory does not hold what it must."""
+
+
 Views = tuple[Any, Tensor, "Tensor | None"]  # registered, K and V as [blocks, tokens, heads, elements]
 
 
@@ -295,7 +299,8 @@ class Oracle:
             self._compare_layer(layer)
         for actual, expected in zip(self._actual, self._expected, strict=True):
             for a, b in zip(_tensors(actual[0]), _tensors(expected[0]), strict=True):
-                assert torch.equal(_memory(a).cpu(), _memory(b)), "memory between the rows was written"
+                if not torch.equal(_memory(a).cpu(), _memory(b)):
+                    raise WrongBytesError("memory between the rows was written")
 
     def _layers(self, layers: Sequence[int] | None) -> Sequence[int]:
         return range(self.dims.layers) if layers is None else layers
@@ -337,7 +342,7 @@ class Oracle:
 def _compare(name: str, got: Tensor, wanted: Tensor) -> None:
     if not torch.equal(got, wanted):
         first = (got != wanted).nonzero()[0].tolist()
-        raise AssertionError(
+        raise WrongBytesError(
             f"{name}: at {first} is {got[tuple(first)]}, expected {wanted[tuple(first)]}; "
             f"{int((got != wanted).sum())} of {got.numel()} elements differ"
         )

@@ -8,6 +8,7 @@ it is, and wrong ones as soon as its wait is taken away.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
@@ -15,11 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
+from oracle import (
+    Dims,
+    MemoryTier,
+    Oracle,
+    WrongBytesError,
+    held_completions,
+    require_rest,
+    run_slots,
+)
 
 from lwkv.connectors.lane import Lane
-from lwkv.engine import CacheEngine
+from lwkv.engine import CacheEngine, Request
 from lwkv.platforms.cpu import CPU
+from lwkv.steps import LayerSteps
 
 HOST = torch.device("cpu")
 CHUNK = 8
@@ -300,19 +310,16 @@ def host_pages_are_reused_after_a_load(cpu: CPU, remove: Remove) -> None:
         stage.oracle.check()
 
 
-def host_pages_are_given_back_after_a_load_that_was_never_begun(cpu: CPU, remove: Remove) -> None:
-    """The first copies are on their way before any layer is asked for."""
+def tables_are_used_again_after_a_store(cpu: CPU, remove: Remove) -> None:
+    """The next store writes its slots into the page-locked table that the one before had."""
     with staged(cpu) as stage:
-        stage.cache(NEW, FIRST)
-        stage.make_late("load copies")
-        steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
-        next(steps)
-        remove(stage.connector._loader, "_wait_for_fetched")
-        copied = cpu.new_event()
-        cpu.record(copied, stage.stream("load copies"))
-        steps.close()
+        stage.make_late("compute", "save copies", "save kernels")
+        remove(stage.connector._saver, "end")
+        stage.save(NEW, SECOND)
         assert stage.engine.flush()
-        assert cpu.query(copied), "pages were given back earlier than expected"
+        stage.save(OLD, FIRST)
+        assert stage.engine.flush()
+        require_stored(stage)
 
 
 def the_buffer_is_filled_while_the_model_still_flushes_it(cpu: CPU, remove: Remove) -> None:
@@ -406,7 +413,7 @@ WAITS: dict[str, Callable[[CPU, Remove], None]] = {
         blocks_are_reused_after_a_store,
         a_chunk_becomes_visible_with_its_bytes,
         host_pages_are_reused_after_a_load,
-        host_pages_are_given_back_after_a_load_that_was_never_begun,
+        tables_are_used_again_after_a_store,
         the_buffer_is_filled_while_the_model_still_flushes_it,
         the_buffer_s_memory_goes_back_while_the_model_still_flushes_it,
         the_buffer_is_flushed_before_it_is_filled_again,
@@ -436,8 +443,95 @@ def test_without_the_wait_the_bytes_are_wrong(cpu: CPU, name: str, monkeypatch: 
         keep(owner, wait)
         monkeypatch.setattr(owner, wait, nothing)
 
-    with pytest.raises(AssertionError, match="expected"):
+    with pytest.raises(WrongBytesError):
         WAITS[name](cpu, remove)
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_load_that_was_never_begun_keeps_its_pages_until_the_first_copies_are_done(
+    cpu: CPU, waited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are on their way before any layer is asked for, and nobody ever reads what they bring."""
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("load copies")
+        steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
+        next(steps)
+        keep(stage.connector._loader, "_wait_for_fetched")
+        if not waited:
+            monkeypatch.setattr(stage.connector._loader, "_wait_for_fetched", nothing)
+        copied = cpu.new_event()
+        cpu.record(copied, stage.stream("load copies"))
+        steps.close()
+        require_rest(stage.engine)
+        assert cpu.query(copied) is waited
+
+
+def test_the_tables_of_a_store_are_nobody_else_s_before_its_last_byte_is_saved(cpu: CPU) -> None:
+    with staged(cpu) as stage:
+        stage.make_late("save copies", "save kernels")
+        with held_completions(stage.engine):
+            stage.save(NEW, SECOND)
+            assert not any(stage.connector._spare.values())
+        assert stage.engine.flush()
+        assert sum(len(tables) for tables in stage.connector._spare.values()) == 1
+
+
+class NeverWaitingCPU(CPU):
+    """While `forbidden` is the calling thread, no call may block it."""
+
+    forbidden: threading.Thread | None = None
+
+    def synchronize_event(self, event: Any) -> None:
+        self._refuse()
+        super().synchronize_event(event)
+
+    def synchronize_stream(self, stream: Any) -> None:
+        self._refuse()
+        super().synchronize_stream(stream)
+
+    def synchronize_device(self, device: torch.device) -> None:
+        self._refuse()
+        super().synchronize_device(device)
+
+    def d2h_fence(self, stream: Any, event: Any) -> None:
+        self._refuse()
+        super().d2h_fence(stream, event)
+
+    def _refuse(self) -> None:
+        if threading.current_thread() is self.forbidden:
+            raise AssertionError("the host waits for the device within a step")
+
+
+@pytest.mark.parametrize("layerwise", [True, False], ids=["layer by layer", "bulk"])
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+def test_the_host_goes_through_a_step_though_the_device_does_nothing_at_all(
+    buffered: bool, layerwise: bool
+) -> None:
+    cpu = NeverWaitingCPU()
+    with staged(cpu, buffered=buffered) as stage:
+        stage.cache(NEW, FIRST)
+        steps, gate = LayerSteps(stage.engine, layerwise), threading.Event()
+        cpu.launch(stage.compute, gate.wait)
+        try:
+            cpu.forbidden = threading.current_thread()
+            steps.begin([Request(NEW, SECOND)], [Request(OLD, FIRST)])
+            assert steps.start_load_kv() == [24]
+            for layer in range(LAYERS):
+                steps.wait_for_layer_load(layer)
+                stage.oracle.read(NEW, SECOND, layer)
+                stage.oracle.compute(OLD, FIRST, [layer])
+                steps.save_kv_layer(layer)
+            result = steps.wait_for_save()
+        finally:
+            cpu.forbidden = None
+            gate.set()
+        stage.oracle.expect(NEW, SECOND)
+        assert (result.loaded[0].all(), result.stored) == (True, True)
+        require_rest(stage.engine)
+        assert stage.engine.lookup(OLD) == 24
+        stage.oracle.check()
+    cpu.close()
 
 
 def run_mixed(stage: Stage) -> None:
