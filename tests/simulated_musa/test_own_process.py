@@ -23,17 +23,14 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MEMORY = "tests/simulated_musa/test_memory.py"
 PATHS = {
     "platform": ("tests/simulated_musa", "tests/platforms/test_conformance.py", "tests/kernels"),
-    "connectors": ("tests/simulated_musa/test_memory.py", "tests/connectors"),
-    "engine": (
-        "tests/simulated_musa/test_memory.py",
-        "tests/test_engine.py",
-        "tests/test_prefix_arithmetic.py",
-    ),
+    "engine": (MEMORY, "tests/test_engine.py", "tests/test_prefix_arithmetic.py"),
     "steps": (
-        "tests/simulated_musa/test_memory.py",
+        MEMORY,
         "tests/test_steps.py",
+        "tests/connectors/test_buffer.py",
         "tests/reference/test_connect.py",
     ),
 }
