@@ -24,7 +24,7 @@ from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
-from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
+from lwkv.request import CheckedRequest, Chunking, Request, as_salts, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval, LoadSettings
 from lwkv.storage import StorageManager, Tier
 from lwkv.storing import BatchStoring
@@ -104,11 +104,15 @@ class CacheEngine:
         return self.connector.num_layers
 
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
-        """Count the leading tokens that are cached, in any tier; no slot or pin is taken."""
+        """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
+
+        Raises:
+            RequestError: tokens that are no ids, salts that are no list or tuple of texts. ClosedError.
+        """
         self._require_open()
         ids = as_token_ids(tokens)
         counts = self._chunking.chunk_tokens(len(ids))
-        keys = self._keys(ids[: int(counts.sum())], salts)
+        keys = self._keys(ids[: int(counts.sum())], as_salts(salts))
         return int(counts[: self._storage.lookup(keys)].sum())
 
     def retrieve_layer(
@@ -166,7 +170,7 @@ class CacheEngine:
     ) -> Generator[list[int] | list[torch.Tensor] | None, None, None]:
         """As `retrieve_layer`, for several requests merged into one transfer a layer; yields a list.
 
-        No slot may be loaded for two of them.
+        Two of them may share the slots of a prefix that is the same in both, and no others.
         """
         return retrieve_steps(self._retrieval(self._check(check_loads, requests)), sync, list)
 
@@ -260,10 +264,10 @@ class CacheEngine:
     def _request_keys(self, request: CheckedRequest) -> list[ChunkKey]:
         return self._keys(request.ids[: int(request.chunk_tokens.sum())], request.salts)
 
-    def _keys(self, ids: Int64s, salts: Sequence[str]) -> list[ChunkKey]:
+    def _keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
         return self._memo.keys(ids, salts)
 
-    def _make_keys(self, ids: Int64s, salts: Sequence[str]) -> list[ChunkKey]:
+    def _make_keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
         return chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, self._chunking.partial)
 
     def _complete(self, job: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,15 +19,15 @@ class KeyMemo:
     Comparing 8192 ids costs a tenth of hashing them.
     """
 
-    def __init__(self, make_keys: Callable[[Int64s, Sequence[str]], list[ChunkKey]]) -> None:
+    def __init__(self, make_keys: Callable[[Int64s, tuple[str, ...]], list[ChunkKey]]) -> None:
         self._make_keys = make_keys
         self._recent: deque[tuple[Int64s, tuple[str, ...], list[ChunkKey]]] = deque(maxlen=NUM_PROMPTS)
 
-    def keys(self, ids: Int64s, salts: Sequence[str]) -> list[ChunkKey]:
+    def keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
         """The keys of `ids`, int64 (tokens,), and `salts`; the list is not the caller's to change."""
         for known_ids, known_salts, keys in tuple(self._recent):
-            if known_salts == tuple(salts) and np.array_equal(known_ids, ids):
+            if known_salts == salts and np.array_equal(known_ids, ids):
                 return keys
         keys = self._make_keys(ids, salts)
-        self._recent.append((ids.copy(), tuple(salts), keys))
+        self._recent.append((ids.copy(), salts, keys))
         return keys

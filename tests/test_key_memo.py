@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from lwkv.key_memo import NUM_PROMPTS, KeyMemo
@@ -15,7 +13,7 @@ class Maker:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, ids: Int64s, salts: Sequence[str]) -> list[ChunkKey]:
+    def __call__(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
         self.calls += 1
         return chunk_keys(ids, 3, "model", salts)
 
@@ -24,7 +22,7 @@ def test_the_same_prompt_is_hashed_once() -> None:
     maker = Maker()
     memo = KeyMemo(maker)
     first = memo.keys(np.arange(7), ("lora",))
-    assert memo.keys(np.arange(7), ["lora"]) == first == chunk_keys(range(7), 3, "model", ["lora"])
+    assert memo.keys(np.arange(7), ("lora",)) == first == chunk_keys(range(7), 3, "model", ["lora"])
     assert maker.calls == 1
 
 

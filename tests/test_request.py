@@ -178,11 +178,53 @@ def test_where_only_whole_blocks_move_a_store_with_other_slots_is_refused_unless
     check_stores([Request(range(8), [0, 1, 2, NO_SLOT, 4, 5, 6, 7])], NUM_SLOTS, OPAQUE)
 
 
-def test_two_requests_of_a_load_may_not_be_given_one_slot_but_those_of_a_store_may() -> None:
-    requests = [Request(range(4), [1, 2, 3, 4]), Request(range(3), [8, 4, 9])]
-    with pytest.raises(RequestError, match="slot 4 is given to two tokens"):
-        check_loads(requests, NUM_SLOTS, WHOLE)
-    assert len(check_stores(requests, NUM_SLOTS, WHOLE)) == 2
+@pytest.mark.parametrize("check_batch", [check_loads, check_stores])
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(Request(range(3), [8, 4, 9]), id="another place"),
+        pytest.param(Request([0, 1, 2, 7], [5, 6, 7, 4]), id="another token"),
+        pytest.param(Request([9, 1, 2, 3], [5, 6, 7, 4]), id="another token before it"),
+        pytest.param(Request(range(4), [5, 6, 7, 4], salts=["lora"]), id="other salts"),
+        pytest.param(Request(range(3), [8, 4, 9], [False, False, True]), id="in its masked part"),
+    ],
+)
+def test_a_slot_is_for_one_token_of_a_batch_only(check_batch: Any, other: Request) -> None:
+    one, apart = Request(range(4), [1, 2, 3, 4]), Request(range(2), [20, NO_SLOT])
+    for batch in ([one, other, apart], [other, apart, one]):
+        with pytest.raises(RequestError, match="slot 4 is given to two tokens"):
+            check_batch(batch, NUM_SLOTS, WHOLE)
+
+
+@pytest.mark.parametrize("check_batch", [check_loads, check_stores])
+def test_requests_of_a_batch_may_share_the_slots_of_a_prefix(check_batch: Any) -> None:
+    requests = [
+        Request([1, 2, 3, 4], [10, NO_SLOT, 12, 13], salts=["s"]),
+        Request([1, 2, 3, 9], [10, NO_SLOT, 12, 3], salts=("s",)),
+        Request([1, 2, 3, 9], [10, 5, 12, 3], salts=["s"]),
+        Request([1, 2], [20, 21]),
+    ]
+    assert [len(request.slots) for request in check_batch(requests, NUM_SLOTS, WHOLE)] == [4, 4, 4, 2]
+
+
+@pytest.mark.parametrize("check_batch", [check_loads, check_stores])
+def test_each_request_of_a_batch_is_checked_where_others_share_slots(check_batch: Any) -> None:
+    shared = [Request([1, 2], [4, 5]), Request([1, 2], [4, 5])]
+    with pytest.raises(RequestError, match="slot 9 is given to two tokens of a request"):
+        check_batch([*shared, Request([3, 3], [9, 9])], NUM_SLOTS, WHOLE)
+
+
+@pytest.mark.parametrize("slots", [[2**64 - 1] * 3, [2**63, 0, 1], [0, 2**64 - 2, 1]])
+def test_an_unsigned_slot_is_out_of_range_and_never_no_slot(slots: list[int]) -> None:
+    with pytest.raises(RequestError, match="is out of range"):
+        check(np.array(slots, np.uint64))
+    with pytest.raises(RequestError, match="is out of range|must be whole numbers"):
+        check(slots)
+
+
+def test_slots_out_of_range_on_both_sides_cannot_pass_for_a_run() -> None:
+    with pytest.raises(RequestError, match="is out of range"):
+        check([0, 2**63 - 1, -(2**63)])
 
 
 def test_requests_may_share_the_slots_of_a_prefix_that_the_engine_has_itself() -> None:

@@ -1,0 +1,100 @@
+"""The slots of a batch: each in range, and for one token only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lwkv.errors import RequestError
+from lwkv.platforms.protocol import Int64s
+from lwkv.transfer import NO_SLOT
+
+if TYPE_CHECKING:
+    from lwkv.request import CheckedRequest
+
+
+def check_slots(requests: Sequence[CheckedRequest], num_slots: int) -> None:
+    """Refuse slots that cannot be those of a batch.
+
+    Raises:
+        RequestError: a slot out of range; one given to two tokens of a request, or of two requests, unless
+            it is the same token after the same prefix, under the same salts.
+    """
+    slots = requests[0].slots if len(requests) == 1 else _joined([request.slots for request in requests])
+    repeated = _repeated_slot(slots, num_slots)
+    if repeated is None:
+        return
+    for request in requests:
+        repeated = _repeated_slot(request.slots, num_slots)
+        if repeated is not None:
+            raise RequestError(f"slot {repeated} is given to two tokens of a request; each needs its own")
+    _refuse_contradictions(requests, slots)
+
+
+def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) -> None:
+    """Raise RequestError for a slot that two requests share, but not the prefix that ends there.
+
+    Only neighbours in the order of slots are compared: sharing a prefix is transitive.
+    """
+    lengths = [len(request.slots) for request in requests]
+    owners = np.repeat(np.arange(len(requests)), lengths)
+    places = _joined([np.arange(length) for length in lengths])
+    order = np.argsort(slots, kind="stable")
+    order = order[slots[order] != NO_SLOT]
+    before, after = order[:-1], order[1:]
+    shared = slots[before] == slots[after]
+    before, after = before[shared], after[shared]
+    pairs, number = np.unique(owners[before] * len(requests) + owners[after], return_inverse=True)
+    same = np.array([_common_prefix(requests[a], requests[b]) for a, b in _divided(pairs, len(requests))])
+    wrong = (places[before] != places[after]) | (places[before] >= same[number.reshape(-1)])
+    if wrong.any():
+        raise RequestError(
+            f"slot {slots[before[wrong.argmax()]]} is given to two tokens: requests of a batch may share the "
+            "slots of a prefix that is the same in both, and no others"
+        )
+
+
+def _divided(pairs: Int64s, by: int) -> list[tuple[int, int]]:
+    return [divmod(pair, by) for pair in pairs.tolist()]
+
+
+def _common_prefix(one: CheckedRequest, other: CheckedRequest) -> int:
+    if one.salts != other.salts:
+        return 0
+    length = min(len(one.ids), len(other.ids))
+    differ = one.ids[:length] != other.ids[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _joined(parts: Sequence[Int64s]) -> Int64s:
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _repeated_slot(slots: Int64s, num_slots: int) -> int | None:
+    """A slot that occurs twice, or None. Raises RequestError for a slot out of range.
+
+    Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
+    after the one before has ended, firsts and lasts sorted by themselves.
+    """
+    if not len(slots):
+        return None
+    steps = np.zeros(len(slots), np.int64)
+    np.subtract(slots[1:], slots[:-1], out=steps[1:])
+    starts = (steps != 1).nonzero()[0]
+    # The slot before a run's first ends the run before; before the very first stands the very last.
+    first, last = slots[starts], slots[starts - 1]
+    first.sort()
+    last.sort()
+    for extreme in (int(first[0]), int(first[-1]), int(last[-1])):
+        if not NO_SLOT <= extreme < num_slots:
+            raise RequestError(
+                f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
+            )
+    if first[0] == NO_SLOT:
+        # A run of its own, or the beginning of one that goes on with slot 0.
+        runs = len(last) - int(np.searchsorted(last, NO_SLOT, "right"))
+        first, last = np.maximum(first[len(first) - runs :], 0), last[len(last) - runs :]
+    repeated = (first[1:] <= last[:-1]).nonzero()[0]
+    return int(first[1:][repeated[0]]) if len(repeated) else None
