@@ -37,10 +37,29 @@ def read_registered(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -
     return _without_repeats(named)
 
 
+def number_layers(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -> dict[str | int, int]:
+    """Give the number among the layers that are moved of every entry, by name and by position.
+
+    Positions count all entries in the caller's order; an entry that shares its KV has its owner's number.
+    For what `read_registered` has accepted.
+    """
+    numbers: dict[int, int] = {}
+    named = _name(kvcaches)
+    found = [numbers.setdefault(tensors[0].data_ptr(), len(numbers)) for tensors in named.values()]
+    return dict(zip(named, found, strict=True)) | dict(enumerate(found))
+
+
 def _name(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -> Named:
+    if not isinstance(kvcaches, Mapping | list | tuple):
+        raise LayoutError(
+            f"kvcaches is of type {type(kvcaches).__name__}; register a mapping from layer names to tensors, "
+            "or a list of tensors"
+        )
     named = kvcaches if isinstance(kvcaches, Mapping) else {f"layer_{i}": t for i, t in enumerate(kvcaches)}
-    tensors = {name: (t,) if isinstance(t, Tensor) else tuple(t) for name, t in named.items()}
+    tensors = {name: tuple(t) if isinstance(t, tuple | list) else (t,) for name, t in named.items()}
     for name, group in tensors.items():
+        if not isinstance(name, str):
+            raise LayoutError(f"layer {name!r}: the name is {type(name).__name__}; name layers by text")
         strided = (isinstance(t, Tensor) and t.layout == torch.strided for t in group)
         if len(group) not in (1, 2) or not all(strided):
             got = [type(t).__name__ for t in group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import DEVICE_FAILURES
+from lwkv.request import as_requests
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,10 @@ class LayerSteps:
     idempotent per layer, and `wait_for_save` ends the step in any case. What fails on the device is told by
     the step's result, never raised. For one thread, one step at a time.
 
+    The hooks' `layer` is what the engine registered: the name of an entry of its KV caches, or the entry's
+    position among all of them, entries that share the KV of another one included. Both mean the layer that
+    owns the KV. Any other is passed over, with one line in the log.
+
     Args:
         layerwise: load and save layer by layer; False for in bulk, where `start_load_kv` queues all layers
             and makes the current stream wait for them, and `wait_for_save` saves all; None as the engine's
@@ -51,6 +56,9 @@ class LayerSteps:
         self._engine = engine
         self._layerwise = engine.config.use_layerwise if layerwise is None else layerwise
         self._num_layers = engine.num_layers
+        self._waits = engine.connector.layer_of
+        self._saves = _without_repeats(self._waits)
+        self._told_unknown = False
         self._load: Generator[Any, None, None] | None = None
         self._store: Generator[None, None, None] | None = None
         self.begin((), ())
@@ -59,8 +67,9 @@ class LayerSteps:
         """Announce a step: what is to be loaded before its layers compute, what to be stored after.
 
         A step that has not ended is given up, and nothing of it is stored. Raises RequestError for requests
-        that do not fit, and then changes nothing.
+        that do not fit or are none, ClosedError for a closed engine, and then changes nothing.
         """
+        loads, stores = as_requests(loads), as_requests(stores)
         load = self._engine.retrieve_batch(loads, sync=self._layerwise) if loads else None
         store = self._engine.store_batch(stores) if stores else None
         for unfinished in (self._load, self._store):
@@ -82,19 +91,32 @@ class LayerSteps:
             self._advance_load(2 if self._layerwise else self._num_layers + 2)
         return self._promised
 
-    def wait_for_layer_load(self, layer: int) -> None:
-        """Make the current stream wait for `layer` of all loads, and queue the next one."""
-        self.start_load_kv()
-        self._advance_load(layer + 3)
+    def wait_for_layer_load(self, layer: str | int) -> None:
+        """Make the current stream wait for all loads of `layer`, or of the layer whose KV it shares.
 
-    def save_kv_layer(self, layer: int) -> None:
+        The next one is queued.
+
+        Args:
+            layer: the registered name or position.
+        """
+        number = self._number(layer, self._waits)
+        if number is not None:
+            self.start_load_kv()
+            self._advance_load(number + 3)
+
+    def save_kv_layer(self, layer: str | int) -> None:
         """Queue the save of `layer`, whose KV the current stream has been told to write.
 
-        A number that no layer has is passed over.
+        A layer that shares the KV of another one has been saved with that.
+
+        Args:
+            layer: the registered name or position.
         """
-        if 0 <= layer < self._num_layers:
-            self._missed_wait |= not self._is_waited_for(layer)
-            self._computed.add(layer)
+        number = self._number(layer, self._saves)
+        if number is None:
+            return
+        self._missed_wait |= not self._is_waited_for(number)
+        self._computed.add(number)
         while self._layerwise and self._store is not None and self._stores_taken in self._computed:
             if self._next(self._store) is ENDED:
                 self._store = None
@@ -111,6 +133,23 @@ class LayerSteps:
                 self._masks = [torch.zeros_like(mask) for mask in self._masks]
             self._result = StepResult(self._masks, self._end_store(self._all_loaded()))
         return self._result
+
+    def _number(self, layer: str | int, numbers: Mapping[str | int, int | None]) -> int | None:
+        try:
+            return numbers[layer]
+        except (KeyError, TypeError):  # TypeError: what cannot be a key
+            self._tell_unknown(layer)
+            return None
+
+    def _tell_unknown(self, layer: object) -> None:
+        if self._told_unknown:
+            return
+        self._told_unknown = True
+        log.warning(
+            "no layer %r is registered: hooks of such layers do nothing; pass a name such as %r, or a "
+            "position from 0 to %d, which counts every entry of the registered KV caches",
+            *(layer, next(iter(self._waits)), len(self._waits) // 2 - 1),
+        )
 
     def _is_waited_for(self, layer: int) -> bool:
         return self._load is None or self._loads_taken >= min(layer + 3, self._num_layers + 2)
@@ -146,3 +185,14 @@ class LayerSteps:
         stored = valid and all(self._next(store) is not ENDED for _ in left)
         store.close()
         return stored
+
+
+def _without_repeats(numbers: Mapping[str | int, int]) -> dict[str | int, int | None]:
+    """The same, with None where the number occurred before: among the names, and among the positions."""
+    seen: set[tuple[type, int]] = set()
+    first: dict[str | int, int | None] = {}
+    for layer, number in numbers.items():
+        kind = type(layer), number
+        first[layer] = None if kind in seen else number
+        seen.add(kind)
+    return first

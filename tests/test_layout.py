@@ -229,6 +229,10 @@ def test_a_declared_layout_is_checked() -> None:
         ({"opaque_tag": "vec"}, "go together"),
         ({"spec": {"b": SPEC}}, r"no spec for layers \['a'\]"),
         ({"kvcaches": {}}, "no layers"),
+        ({"kvcaches": None}, "kvcaches is of type NoneType; register a mapping"),
+        ({"kvcaches": torch.zeros(2, 5, 4, 3, 8)}, "kvcaches is of type Tensor"),
+        ({"kvcaches": {3: torch.zeros(2, 5, 4, 3, 8)}}, "layer 3: the name is int"),
+        ({"kvcaches": {"a": None}}, r"expected a strided tensor.*got \['NoneType'\]"),
     ],
 )
 def test_arguments_that_do_not_fit_together_are_refused(arguments: dict[str, object], reason: str) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from oracle import Dims, MemoryTier, Oracle, require_rest, run_slots
 
+from lwkv.config import Config
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import RequestError
 from lwkv.platforms import Platform
@@ -133,7 +134,7 @@ def test_hooks_in_any_order_end_the_step_and_an_unwaited_layer_is_never_trusted(
                 assert run.steps.start_load_kv() == [16]
             elif name == "wait":
                 run.steps.wait_for_layer_load(layer)
-                reached = max(reached, layer)
+                reached = max(reached, layer) if layer in range(LAYERS) else reached
             else:
                 trusted &= reached >= layer or layer not in range(LAYERS)
                 run.steps.save_kv_layer(layer)
@@ -245,6 +246,97 @@ def test_requests_of_one_step_store_a_shared_prefix_once(run: Run) -> None:
     assert run.steps.wait_for_save().stored
     require_rest(run.engine)
     assert run.engine.stats()["chunks"] - before == 4
+
+
+class Shared:
+    """An engine with entries that share the KV of another one."""
+
+    ENTRIES = ("a", "b", "twin of a", "c", "twin of b")
+    OWNERS = (0, 1, 0, 2, 1)
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self.tensors = list(oracle.kvcaches.values())
+
+    def open(self) -> CacheEngine:
+        caches = {name: self.tensors[owner] for name, owner in zip(self.ENTRIES, self.OWNERS, strict=True)}
+        return CacheEngine.create(
+            Config(chunk_size=CHUNK, use_layerwise=True),
+            self.oracle.metadata,
+            caches,
+            layout_hints={"block_size": self.oracle.dims.block_size},
+            platform=self.oracle.platform,
+        )
+
+    def forward(self, steps: LayerSteps, layers: Sequence[str | int], tokens: list[int], slots: Any) -> None:
+        """One pass, in which only an entry that owns its KV writes it."""
+        for position, layer in enumerate(layers):
+            steps.wait_for_layer_load(layer)
+            owner = self.OWNERS[position]
+            if owner not in self.OWNERS[:position]:
+                self.oracle.compute(tokens, slots, [owner])
+            steps.save_kv_layer(layer)
+
+
+@pytest.mark.parametrize("layers", [Shared.ENTRIES, range(5)], ids=["names", "positions"])
+def test_layers_that_share_their_kv_are_counted_as_the_engine_registered_them(
+    oracle: Oracle, layers: Sequence[str | int]
+) -> None:
+    shared = Shared(oracle)
+    with shared.open() as engine:
+        assert engine.num_layers == LAYERS
+        assert [engine.connector.layer_of[layer] for layer in layers] == list(Shared.OWNERS)
+        steps = LayerSteps(engine)
+        steps.begin([], [Request(FRESH, FROM)])
+        shared.forward(steps, layers, FRESH, FROM)
+        assert steps.wait_for_save().stored
+        assert engine.flush()
+        oracle.zero(FROM)
+        steps.begin([Request(FRESH, INTO)], [])
+        for position, layer in enumerate(layers):
+            steps.wait_for_layer_load(layer)
+            oracle.read(FRESH[:16], INTO[:16], Shared.OWNERS[position])
+        assert int(steps.wait_for_save().loaded[0].sum()) == 16
+        oracle.expect(FRESH, INTO, [i < 16 for i in range(20)])
+        oracle.check()
+        require_rest(engine)
+
+
+def test_a_layer_that_shares_its_kv_saves_nothing_before_its_owner(oracle: Oracle) -> None:
+    shared = Shared(oracle)
+    with shared.open() as engine:
+        steps = LayerSteps(engine)
+        steps.begin([], [Request(FRESH, FROM)])
+        steps.save_kv_layer("twin of a")
+        shared.forward(steps, Shared.ENTRIES, FRESH, FROM)
+        assert steps.wait_for_save().stored
+        assert engine.flush()
+        engine.retrieve(FRESH, slot_mapping=INTO)
+        oracle.expect(FRESH, INTO, [i < 16 for i in range(20)])
+        oracle.check()
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS, "no such", None, [0], 0.5], ids=repr)
+def test_a_layer_that_was_not_registered_is_passed_over_with_one_line(
+    run: Run, caplog: pytest.LogCaptureFixture, layer: Any
+) -> None:
+    run.steps.begin(run.loads, run.stores)
+    for hook in (run.steps.wait_for_layer_load, run.steps.save_kv_layer) * 2:
+        hook(layer)
+    (line,) = caplog.messages
+    assert f"no layer {layer!r} is registered" in line
+    assert "'l.0', or a position from 0 to 2" in line
+    run.forward()
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
+@pytest.mark.parametrize(
+    ("loads", "stores"), [([FRESH], []), ([], [FRESH]), (None, None), ([], None), (Request(FRESH, FROM), [])]
+)
+def test_a_step_of_anything_but_requests_is_refused(run: Run, loads: Any, stores: Any) -> None:
+    with pytest.raises(RequestError, match=r"of type (list|NoneType|Request); pass"):
+        run.steps.begin(loads, stores)
+    assert run.steps.wait_for_save() == StepResult([], stored=False)
 
 
 def test_many_steps_follow_each_other(run: Run) -> None:

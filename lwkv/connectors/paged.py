@@ -25,7 +25,7 @@ from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Platform, Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
-from lwkv.registered import Registered
+from lwkv.registered import Registered, number_layers
 from lwkv.timeline import Timeline
 from lwkv.transfer import Transfer
 
@@ -44,6 +44,10 @@ class PagedConnector:
         platform: of the device the caches are on.
         spec: what the engine keeps of a token in a layer.
         layout, opaque_tag: as in `describe_layers`.
+
+    Attributes:
+        layers: those that are moved; one whose KV another has too is left out.
+        layer_of: the index in `layers` of every entry that was registered, by its name and by its position.
     """
 
     name = "paged"
@@ -58,6 +62,7 @@ class PagedConnector:
     ) -> None:
         self.platform = platform
         self.layers: Sequence[PagedLayer] = ()
+        self.layer_of: Mapping[str | int, int] = {}
         self._config = config
         self._spec = spec
         self._layout = layout
@@ -112,7 +117,7 @@ class PagedConnector:
         if self.layers and [layer.k.data_ptr() for layer in layers] != self._addresses():
             raise LayoutError("other KV caches were registered before: make an engine for each set of caches")
         if not self.layers:
-            self.layers = layers
+            self.layers, self.layer_of = layers, number_layers(kvcaches)
 
     def start(self, pool: HostPool, timeline: Timeline | None = None) -> None:
         """Take streams and staging memory; `pool` is where pages will be, as large as `page_bytes`."""

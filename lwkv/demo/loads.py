@@ -19,7 +19,7 @@ class SpoiledLoads(LayerSteps):
     """
 
     def __init__(self, engine: CacheEngine, cache: PagedCache) -> None:
-        self._layers = list(cache.tensors.values())
+        self._caches = list(cache.tensors.values())
         self._block_size = cache.block_size
         self._blocks: list[int] = []
         super().__init__(engine)
@@ -28,10 +28,10 @@ class SpoiledLoads(LayerSteps):
         super().begin(loads, stores)
         self._blocks = [self._last_block(load) for load in loads]
 
-    def wait_for_layer_load(self, layer: int) -> None:
+    def wait_for_layer_load(self, layer: str | int) -> None:
         super().wait_for_layer_load(layer)
         for block in self._blocks:
-            self._layers[layer][block].zero_()
+            self._caches[self._waits[layer]][block].zero_()
 
     def _last_block(self, load: Request) -> int:
         return int(load.slot_mapping[load.slot_mapping != NO_SLOT][-1]) // self._block_size
