@@ -12,6 +12,7 @@ import torch
 
 from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
+from lwkv.slots import check_slots
 from lwkv.token_ids import as_token_ids
 from lwkv.transfer import NO_SLOT, Transfer
 
@@ -93,15 +94,12 @@ def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking)
 
     Raises:
         RequestError: tokens that are no ids; a slot mapping or mask of another length or kind; slots out of
-            range or given twice, also by two requests, or not whole blocks where only these can be moved; a
-            mask that is not False, then True; salts that are no sequence of texts. Where there are several
-            requests the slots of tokens that the engine has itself are not looked at: they may share them.
+            range or given twice, or not whole blocks where only these can be moved; a mask that is not False,
+            then True; salts that are no sequence of texts; two requests that share a slot, unless it is for
+            the same token of the same prefix and salts.
     """
     checked = [_checked(request, chunking) for request in as_requests(requests)]
-    if len(checked) == 1:
-        _check_slots(checked[0].slots, num_slots)
-    elif checked:
-        _check_slots(np.concatenate([request.slots[request.first :] for request in checked]), num_slots)
+    check_slots(checked, num_slots)
     if chunking.unit > 1:
         for request in checked:
             request.loads(0, len(request.chunk_tokens)).row_slots(chunking.unit)
@@ -109,15 +107,11 @@ def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking)
 
 
 def check_stores(requests: Sequence[Request], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
-    """Bring requests into one form that are stored together; they may share slots, which are only read.
-
-    Raises:
-        RequestError: as `check_loads`, for each request by itself.
-    """
+    """Bring requests into one form that are stored together. Raises RequestError as `check_loads`."""
     checked = [_checked(request, chunking) for request in as_requests(requests)]
-    for request in checked:
-        _check_slots(request.slots, num_slots)
-        if chunking.unit > 1:
+    check_slots(checked, num_slots)
+    if chunking.unit > 1:
+        for request in checked:
             request.saves().only(request.new_chunks()).row_slots(chunking.unit)
     return checked
 
@@ -140,7 +134,7 @@ def _checked(request: Request, chunking: Chunking) -> CheckedRequest:
     slots = _as_slots(request.slot_mapping, len(ids))
     first = _leading_false(request.mask, len(ids))
     counts = chunking.chunk_tokens(len(ids))
-    return CheckedRequest(ids, slots, first, _as_salts(request.salts), chunking.chunk_size, counts)
+    return CheckedRequest(ids, slots, first, as_salts(request.salts), chunking.chunk_size, counts)
 
 
 def _as_slots(slot_mapping: Any, num_tokens: int) -> Int64s:
@@ -150,36 +144,9 @@ def _as_slots(slot_mapping: Any, num_tokens: int) -> Int64s:
             f"slot_mapping is {slots.dtype} {slots.shape}; it must be whole numbers, one for each of the "
             f"{num_tokens} tokens"
         )
+    if slots.dtype == np.uint64 and num_tokens:
+        slots = np.minimum(slots, np.iinfo(np.int64).max)  # NO_SLOT is a signed number
     return slots.astype(np.int64)
-
-
-def _check_slots(slots: Int64s, num_slots: int) -> None:
-    """Raise RequestError for a slot out of range, or one that occurs twice.
-
-    Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
-    after the one before has ended, firsts and lasts sorted by themselves.
-    """
-    if not len(slots):
-        return
-    steps = np.zeros(len(slots), np.int64)
-    np.subtract(slots[1:], slots[:-1], out=steps[1:])
-    starts = (steps != 1).nonzero()[0]
-    # The slot before a run's first ends the run before; before the very first stands the very last.
-    first, last = slots[starts], slots[starts - 1]
-    first.sort()
-    last.sort()
-    for extreme in (int(first[0]), int(last[-1])):
-        if not NO_SLOT <= extreme < num_slots:
-            raise RequestError(
-                f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
-            )
-    if first[0] == NO_SLOT:
-        # A run of its own, or the beginning of one that goes on with slot 0.
-        runs = len(last) - int(np.searchsorted(last, NO_SLOT, "right"))
-        first, last = np.maximum(first[len(first) - runs :], 0), last[len(last) - runs :]
-    repeated = (first[1:] <= last[:-1]).nonzero()[0]
-    if len(repeated):
-        raise RequestError(f"slot {first[1:][repeated[0]]} is given to two tokens; each needs its own")
 
 
 def _leading_false(mask: Any, num_tokens: int) -> int:
@@ -196,7 +163,8 @@ def _leading_false(mask: Any, num_tokens: int) -> int:
     return first
 
 
-def _as_salts(salts: Any) -> tuple[str, ...]:
+def as_salts(salts: Any) -> tuple[str, ...]:
+    """Give salts as they are compared. Raises RequestError for anything but a list or tuple of texts."""
     # A text is a sequence of texts too, and never meant as one.
     if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
         raise RequestError(f"salts are {salts!r}; they must be a list or tuple of texts")
