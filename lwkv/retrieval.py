@@ -240,7 +240,8 @@ class BatchRetrieval:
         lost = int(self._alive.sum())
         if lost:
             self._count_failures({"device": lost})
-            log.warning("%d chunks are not loaded, their tokens are recomputed: %r", lost, error)
+            # Not the error itself: whoever keeps log records would keep the load with it.
+            log.warning("%d chunks are not loaded, their tokens are recomputed: %s", lost, repr(error))
         self._alive[:] = False
         self._known = np.zeros((self.num_layers, 0), np.int64)
         if self._load is not None:

@@ -92,7 +92,7 @@ class BatchStoring:
         except DEVICE_FAILURES as error:
             # The device may still write to the pages: nobody else gets them.
             self._counters.add("transfer_errors")
-            log.error("a store failed on the device, its memory is not used again: %r", error)
+            log.error("a store failed on the device, its memory is not used again: %s", repr(error))
         else:
             self._complete(partial(_end_write, fence, end, save))
 
@@ -105,7 +105,7 @@ class BatchStoring:
     def _give_up(self, error: BaseException) -> None:
         """Store nothing."""
         self._counters.add("store_failures")
-        log.warning("the device cannot save: nothing of this store is kept: %r", error)
+        log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
         self.close()
 
 

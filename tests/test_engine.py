@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,6 +22,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
 
+import lwkv
+import lwkv.retrieval
 from lwkv.config import Config
 from lwkv.connectors.upload import Uploads
 from lwkv.engine import CacheEngine, Request
@@ -65,7 +74,7 @@ class Case:
     prefetch: int
     sync: bool
     failing_layer: int | None
-    out_of_memory: str | None
+    failure: str | None
     steps: int | None
 
 
@@ -95,7 +104,9 @@ CASES = st.builds(
     prefetch=st.integers(0, 3),
     sync=st.booleans(),
     failing_layer=st.none() | st.integers(0, LAYERS - 1),
-    out_of_memory=st.sampled_from([None, None, None, None, "begin", "table", "pinned table", "second layer"]),
+    failure=st.sampled_from([None] * 5)
+    | st.sampled_from(["begin", "table", "pinned table", "second layer", "end"])
+    | st.sampled_from([f"wait for layer {layer}" for layer in range(LAYERS)]),
     steps=st.none() | st.integers(0, LAYERS + 1),
 )
 HIT = Case(
@@ -138,21 +149,34 @@ def fill(case: Case, oracle: Oracle, engine: CacheEngine) -> None:
 
 
 @contextmanager
-def refused_memory(engine: CacheEngine, place: str | None) -> Iterator[None]:
-    """Inside, there is no more device or page-locked memory at `place`."""
+def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
+    """Inside, the device fails at `place`, or has no memory, nor has the host any to page-lock."""
     connector: Any = engine.connector
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if place == "begin":
-            monkeypatch.setattr(connector, "begin_load", refuse(torch.OutOfMemoryError))
-            monkeypatch.setattr(connector, "begin_save", refuse(torch.OutOfMemoryError))
+        if place in ("begin", "end"):
+            error = torch.OutOfMemoryError if place == "begin" else RuntimeError
+            for name in ("load", "save") if place == "begin" else ("load",):
+                monkeypatch.setattr(connector, f"{place}_{name}", refuse(error))
         elif place == "table":
-            monkeypatch.setattr(Uploads, "send", refuse(torch.OutOfMemoryError))
+            monkeypatch.setattr(Uploads, "_push", refuse(torch.OutOfMemoryError))
         elif place == "pinned table":
-            monkeypatch.setattr(Uploads, "send", refuse(MemoryError))
+            monkeypatch.setattr(Uploads, "_new", refuse(MemoryError))
         elif place == "second layer":
             for name in ("load_layer", "save_layer"):
                 monkeypatch.setattr(connector, name, refuse_second(getattr(connector, name)))
+        elif place is not None:
+            layer = int(place.split()[-1])
+            monkeypatch.setattr(connector, "wait_layer", refuse_layer(connector.wait_layer, layer))
         yield
+
+
+def refuse_layer(call: Callable[[Any, int], None], refused: int) -> Callable[[Any, int], None]:
+    def wait_layer(load: Any, layer: int) -> None:
+        if layer == refused:
+            raise RuntimeError(f"layer {layer} cannot be waited for, says the test")
+        call(load, layer)
+
+    return wait_layer
 
 
 def refuse(error: type[Exception]) -> Callable[..., Any]:
@@ -200,7 +224,7 @@ def test_retrieving_takes_the_same_steps_and_loads_what_it_says_on_every_path(
         slots = slots_of(case, 64)
         for share, places in zip(case.shares, slots, strict=True):
             oracle.compute(prompt(99, share.length), places)
-        with refused_memory(engine, case.out_of_memory):
+        with failing_device(engine, case.failure):
             taken = take(engine.retrieve_batch(requests_of(case, slots), sync=case.sync), case.steps)
         assert len(taken) == (LAYERS + 2 if case.steps is None else case.steps)
         if case.steps is None:
@@ -223,7 +247,7 @@ def require_loaded(
         places = np.arange(share.length)
         promise = (places >= share.local) & (places < share.local + promised[i])
         assert not (mask & ~promise).any()
-        if case.pages == 64 and case.failing_layer is None and case.out_of_memory is None:
+        if case.pages == 64 and case.failing_layer is None and case.failure is None:
             assert (mask == promise).all()
         oracle.expect(prompt(i, share.length), slots[i], mask)
         oracle.forget(slots[i], promise & ~mask)
@@ -249,11 +273,11 @@ def test_storing_takes_the_same_steps_and_keeps_all_or_nothing_on_every_path(
         for i, share in enumerate(case.shares):
             oracle.compute(prompt(i, share.length), slots[i])
         engine.freeze(case.frozen)
-        with refused_memory(engine, case.out_of_memory):
+        with failing_device(engine, case.failure):
             taken = take(engine.store_batch(requests_of(case, slots)), case.steps)
         assert len(taken) == (LAYERS + 1 if case.steps is None else case.steps)
         require_rest(engine)
-        unhindered = case.steps is None and case.out_of_memory is None and not case.frozen
+        unhindered = case.steps is None and case.failure is None and not case.frozen
         for i, share in enumerate(case.shares):
             found = engine.lookup(prompt(i, share.length))
             if unhindered and case.pages == 64:
@@ -553,6 +577,133 @@ def test_closing_does_not_wait_for_ever_for_a_tier_that_hangs(oracle: Oracle, ha
     oracle.check()
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """How many futures a retrieval waited for, and how long it would have."""
+    waited: list[tuple[int, float]] = []
+
+    def record(futures: Sequence[Any], timeout: float) -> Any:
+        waited.append((len(futures), timeout))
+        return wait(futures, 0)
+
+    monkeypatch.setattr(lwkv.retrieval, "wait", record)
+    return waited
+
+
+def test_the_deadline_of_a_layer_counts_from_when_it_was_asked_for(
+    oracle: Oracle, hanging: MemoryTier, waits: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the model took for the layers before."""
+    now = [0.0]
+    with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=7, prefetch_layers=1) as engine:
+        engine._settings = replace(engine._settings, clock=lambda: now[0])
+        record = lwkv.retrieval.wait
+
+        def answer(futures: Any, timeout: float) -> None:
+            record(futures, timeout)
+            hanging.gate.set()
+            assert not wait(futures, 20).not_done
+
+        monkeypatch.setattr(lwkv.retrieval, "wait", answer)
+        steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
+        for _ in range(LAYERS + 1):
+            next(steps)
+            if hanging.gate.is_set():
+                assert engine._storage.wait_idle(20)
+                hanging.gate.clear()
+            now[0] += 5
+        hanging.gate.set()
+        assert next(steps).all()  # type: ignore[union-attr]
+        # Layers 0 and 1 are asked for at 0 s, layer 2 at 10 s; layers 0 and 2 have not arrived when they are
+        # needed, 5 s later.
+        assert waits == [(1, 2.0), (1, 2.0)]
+        oracle.expect(prompt(1, 16), run_slots(64, 16))
+        oracle.check()
+        steps.close()
+        require_rest(engine)
+
+
+def test_nobody_waits_for_layers_of_chunks_that_were_lost_before(
+    oracle: Oracle, waits: list[tuple[int, float]]
+) -> None:
+    tier = MemoryTier()
+    store_in(oracle, tier, [prompt(1, 16)])
+    with oracle.engine(CHUNK, tiers=[tier], prefetch_layers=0) as engine:
+        store(oracle, engine, prompt(2, 8), run_slots(0, 8))
+        tier.gate.clear()
+        requests = [Request(prompt(1, 16), run_slots(64, 16)), Request(prompt(2, 8), run_slots(96, 8))]
+        *_, masks = engine.retrieve_batch(requests)
+        tier.gate.set()
+        assert [int(mask.sum()) for mask in masks] == [0, 8]
+        assert [count for count, _ in waits] == [1] + [0] * (LAYERS - 1)
+        oracle.expect(prompt(2, 8), run_slots(96, 8))
+        oracle.check()
+        require_rest(engine)
+
+
+def test_counters_tell_why_chunks_were_lost(oracle: Oracle, waits: list[tuple[int, float]]) -> None:
+    tier, prompts = MemoryTier(), [prompt(i, 8) for i in range(4)]
+    store_in(oracle, tier, prompts)
+    endings = {0: Status.MISS, 1: Status.ERROR, 2: Status.ERROR}
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        lost = {chunk_of(engine, prompts[i], 0): ending for i, ending in endings.items()}
+        tier.fails = lambda key: lost.get(key.chunk, Status.OK)
+        requests = [Request(tokens, run_slots(32 * i, 8)) for i, tokens in enumerate(prompts[:3])]
+        steps = engine.retrieve_batch(requests)
+        next(steps)
+        assert engine._storage.wait_idle(20)
+        list(steps)
+        tier.gate.clear()
+        assert not engine.retrieve(prompts[3], slot_mapping=run_slots(96, 8)).any()
+        tier.gate.set()
+        require_rest(engine)
+        stats = engine.stats()
+        reasons = {name: count for name, count in stats.items() if name.startswith("load_failures")}
+        assert reasons == {
+            "load_failures": 4,
+            "load_failures_miss": 1,
+            "load_failures_error": 2,
+            "load_failures_late": 1,
+        }
+
+
+# A device that fails.
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_wait_that_fails_is_a_miss_in_as_many_steps_and_nothing_stays_held(
+    oracle: Oracle, layer: int, buffered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens, into = prompt(1, 24), run_slots(64, 24)
+    with oracle.engine(CHUNK, enable_blending=buffered) as engine:
+        store(oracle, engine, tokens, run_slots(0, 24))
+        caplog.clear()
+        with failing_device(engine, f"wait for layer {layer}"):
+            taken = list(engine.retrieve_layer(tokens, slot_mapping=into))
+        assert len(taken) == LAYERS + 2
+        assert taken[0] == 24
+        assert not taken[-1].any()  # type: ignore[union-attr]
+        require_rest(engine)
+        assert engine.stats()["load_failures_device"] == 3
+        assert [record.getMessage()[:24] for record in caplog.records] == ["3 chunks are not loaded,"]
+        assert engine.retrieve(tokens, slot_mapping=into).all()
+        oracle.expect(tokens, into)
+        oracle.check()
+
+
+def test_a_store_whose_end_cannot_be_waited_for_gives_its_pages_to_nobody(oracle: Oracle) -> None:
+    engine = oracle.engine(CHUNK)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(engine.connector, "end_save", refuse(RuntimeError))
+        oracle.compute(prompt(1, 16), run_slots(0, 16))
+        engine.store(prompt(1, 16), slot_mapping=run_slots(0, 16))
+    assert engine.lookup(prompt(1, 16)) == 0
+    stats = engine.stats()
+    assert (stats["transfer_errors"], stats["pages_in_use"]) == (1, 2 * LAYERS)
+    engine.close()
+
+
 # Closing.
 
 
@@ -579,7 +730,21 @@ def test_a_retrieval_may_end_after_the_engine_was_closed(oracle: Oracle, taken: 
     assert mask.all()
     oracle.expect(prompt(1, 16), run_slots(64, 16))
     oracle.check()
-    assert engine.stats()["pins"] == 0
+    require_closed(engine)
+
+
+@pytest.mark.parametrize("taken", range(1, LAYERS + 2))
+def test_a_retrieval_may_be_given_up_after_the_engine_was_closed(oracle: Oracle, taken: int) -> None:
+    engine = oracle.engine(CHUNK)
+    store(oracle, engine, prompt(1, 16), run_slots(0, 16))
+    steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
+    for _ in range(taken):
+        next(steps)
+    engine.close()
+    assert engine.stats()["chunks"] == 2
+    steps.close()
+    require_closed(engine)
+    assert engine.stats()["chunks"] == engine.stats()["pages_in_use"] == 0
 
 
 @pytest.mark.parametrize("taken", range(1, LAYERS + 1))
@@ -735,6 +900,208 @@ def test_metadata_with_other_heads_than_the_caches_is_refused(oracle: Oracle) ->
     metadata = CacheMetadata("toy", LAYERS, 5, 3, torch.float32)
     with pytest.raises(LayoutError, match=r"l\.0"):
         create(oracle, Config(), metadata=metadata)
+
+
+def test_requests_of_one_batch_may_not_load_into_one_slot(oracle: Oracle) -> None:
+    requests = [Request(prompt(1, 8), run_slots(0, 8)), Request(prompt(2, 8), run_slots(7, 8))]
+    with oracle.engine(CHUNK) as engine:
+        with pytest.raises(RequestError, match="slot 7 is given to two tokens"):
+            engine.retrieve_batch(requests)
+        require_rest(engine)
+
+
+def test_where_blocks_are_opaque_a_store_may_begin_inside_one(
+    platform: Platform, device: torch.device
+) -> None:
+    oracle = Oracle(platform, device, "opaque", Dims(blocks=32))
+    with oracle.engine(CHUNK) as engine:
+        oracle.compute(prompt(1, 16), run_slots(0, 16))
+        engine.store(prompt(1, 16), [i >= 3 for i in range(16)], slot_mapping=run_slots(0, 16))
+        require_rest(engine)
+        assert engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).all()
+        oracle.expect(prompt(1, 16), run_slots(64, 16))
+        oracle.check()
+        with pytest.raises(RequestError, match="whole blocks"):
+            engine.retrieve(prompt(1, 16), [i >= 3 for i in range(16)], slot_mapping=run_slots(64, 16))
+
+
+# What is stored where it does not all fit.
+
+
+def test_a_prompt_larger_than_memory_leaves_its_beginning_and_no_neighbour_is_dragged_along(
+    oracle: Oracle,
+) -> None:
+    long, short = prompt(1, 40), prompt(2, 16)
+    requests = [Request(short, run_slots(0, 16)), Request(long, run_slots(32, 40))]
+    with oracle.engine(CHUNK, pages=4 * LAYERS) as engine:
+        for request in requests:
+            oracle.compute(request.tokens, request.slot_mapping)
+        list(engine.store_batch(requests))
+        require_rest(engine)
+        assert [engine.lookup(tokens) for tokens in (short, long)] == [16, 16]
+        assert (engine.stats()["stores_refused"], engine.stats()["chunks_refused"]) == (1, 3)
+        *_, masks = engine.retrieve_batch(
+            [Request(short, run_slots(80, 16)), Request(long[:16], run_slots(96, 16))]
+        )
+        assert all(mask.all() for mask in masks)
+        oracle.expect(short, run_slots(80, 16))
+        oracle.expect(long[:16], run_slots(96, 16))
+        oracle.check()
+
+
+def test_memory_held_by_loads_is_there_for_stores_as_soon_as_they_have_ended(oracle: Oracle) -> None:
+    """Nobody has to look anything up in between."""
+    with oracle.engine(CHUNK, pages=2 * LAYERS) as engine:
+        store(oracle, engine, prompt(1, 16), run_slots(0, 16))
+        steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
+        next(steps)
+        store(oracle, engine, prompt(2, 16), run_slots(0, 16))
+        assert engine.stats()["chunks_refused"] == 2
+        steps.close()
+        store(oracle, engine, prompt(2, 16), run_slots(0, 16))
+        assert engine.stats()["chunks_refused"] == 2
+        assert engine.lookup(prompt(2, 16)) == 16
+
+
+# What the keys rest on.
+
+
+class Other(Oracle):
+    """The same with something else in its metadata."""
+
+    def __init__(self, *arguments: Any, **changes: Any) -> None:
+        super().__init__(*arguments)
+        self._changes = changes
+
+    @property
+    def metadata(self) -> CacheMetadata:
+        return replace(super().metadata, **self._changes)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
+    "model": ({}, {"model": "another"}, "vllm_2bnhd", CHUNK),
+    "revision": ({}, {"revision": "2"}, "vllm_2bnhd", CHUNK),
+    "rope": ({}, {"rope": "theta 500000"}, "vllm_2bnhd", CHUNK),
+    "kv_dtype": ({}, {"kv_dtype": torch.int32}, "vllm_2bnhd", CHUNK),
+    "dtype": ({}, {"dtype": torch.float16}, "vllm_2bnhd", CHUNK),
+    "tp_size": ({}, {"tp_size": 2}, "vllm_2bnhd", CHUNK),
+    "tp_rank": ({}, {"tp_size": 2, "tp_rank": 1}, "vllm_2bnhd", CHUNK),
+    "pp_size": ({}, {"pp_size": 2}, "vllm_2bnhd", CHUNK),
+    "pp_rank": ({}, {"pp_size": 2, "pp_rank": 1}, "vllm_2bnhd", CHUNK),
+    "num_layers": ({"layers": LAYERS + 1}, {}, "vllm_2bnhd", CHUNK),
+    "num_kv_heads": ({"heads": 1}, {}, "vllm_2bnhd", CHUNK),
+    "head_size": ({"head_size": 4}, {}, "vllm_2bnhd", CHUNK),
+    "use_mla": ({}, {}, "vllm_mla", CHUNK),
+    "dtype of the caches": ({"dtype": torch.float16}, {}, "vllm_2bnhd", CHUNK),
+    "page format": ({}, {}, "opaque", CHUNK),
+    "chunk size": ({}, {}, "vllm_2bnhd", 4),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_engine_that_differs_in_one_thing_finds_nothing_of_another(
+    platform: Platform, device: torch.device, name: str
+) -> None:
+    dims, metadata, form, chunk_size = OTHERS[name]
+    tier = MemoryTier()
+    # Its neighbour in the same group: a rank differs from the rank before, not from another size.
+    base = {key: value for key, value in metadata.items() if key != name} if "rank" in name else {}
+    store_in(Other(platform, device, "vllm_2bnhd", Dims(blocks=32), **base), tier, [prompt(1, 16)])
+    other = Other(platform, device, form, Dims(blocks=32, **dims), **metadata)
+    with other.engine(chunk_size, tiers=[tier]) as engine:
+        assert engine.lookup(prompt(1, 16)) == 0
+        assert not engine.retrieve(prompt(1, 16), slot_mapping=run_slots(0, 16)).any()
+        other.check()
+
+
+def test_every_field_of_the_metadata_is_among_those_that_make_a_difference() -> None:
+    assert {field.name for field in fields(CacheMetadata)} <= OTHERS.keys()
+
+
+@pytest.mark.parametrize("form", ["vllm_b2nhd", "vllm_bhn2d", "padded"])
+def test_an_engine_that_keeps_the_same_bytes_otherwise_finds_them(
+    platform: Platform, device: torch.device, form: str
+) -> None:
+    tier = MemoryTier()
+    store_in(Oracle(platform, device, dims=Dims(blocks=32)), tier, [prompt(1, 16)])
+    other = Oracle(platform, device, form, Dims(blocks=16, block_size=8))
+    with other.engine(CHUNK, tiers=[tier], prefetch_layers=0) as engine:
+        assert engine.lookup(prompt(1, 16)) == 16
+
+
+# What it costs.
+
+
+def test_events_are_used_again_and_none_is_left_over(
+    oracle: Oracle, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: weakref.WeakSet[Any] = weakref.WeakSet()
+    new_event = platform.new_event
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        event = new_event(*arguments, **settings)
+        events.add(event)
+        return event
+
+    monkeypatch.setattr(platform, "new_event", counted)
+    with oracle.engine(CHUNK) as engine:
+        alive = []
+        for number in range(4):
+            store(oracle, engine, prompt(number, 16), run_slots(0, 16))
+            for taken in (None, *range(LAYERS + 2)):
+                take(engine.retrieve_layer(prompt(number, 16), slot_mapping=run_slots(64, 16)), taken)
+            with failing_device(engine, "wait for layer 1"):
+                list(engine.retrieve_layer(prompt(number, 16), slot_mapping=run_slots(64, 16)))
+            require_rest(engine)
+            gc.collect()
+            alive.append(len(events))
+        assert alive == alive[:1] * 4
+    del engine
+    gc.collect()
+    assert len(events) == 0
+
+
+def calls_within(work: Callable[[], object]) -> Counter[str]:
+    """How often `work` calls what, in lwkv's own code above the platform and from there, on this thread."""
+    calls: Counter[str] = Counter()
+    root = str(Path(lwkv.__file__).parent)
+
+    def counts(frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        return file.startswith(root) and "platforms" not in file
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and counts(frame):
+            calls[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
+        elif event == "c_call" and counts(frame):
+            calls[getattr(argument, "__qualname__", str(argument))] += 1
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("storing", [False, True], ids=["retrieve", "store"])
+def test_the_host_s_work_for_a_layer_is_the_same_for_any_number_of_chunks(
+    platform: Platform, device: torch.device, storing: bool
+) -> None:
+    counts = []
+    for num_chunks in (2, 12):
+        oracle = Oracle(platform, device, dims=Dims(layers=6, blocks=64))
+        tokens, slots = prompt(1, num_chunks * CHUNK), run_slots(0, num_chunks * CHUNK)
+        with oracle.engine(CHUNK, 6 * 12, staging_bytes=1 << 20) as engine:
+            if not storing:
+                store(oracle, engine, tokens, slots)
+            steps = (engine.store_layer if storing else engine.retrieve_layer)(tokens, slot_mapping=slots)
+            for _ in range(4):
+                next(steps)
+            counts.append(calls_within(lambda steps=steps: next(steps)))
+            steps.close()
+    assert sum(counts[0].values()) > 5
+    assert counts[0] == counts[1]
 
 
 # A long run.
