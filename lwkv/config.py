@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from lwkv.config_conflicts import refuse_conflicts
 from lwkv.config_errors import Origins, allowed_of, explain, unknown_key
+from lwkv.config_help import show_settings
 from lwkv.config_sources import PREFIX, read_environment, read_file
 from lwkv.errors import ConfigError
 from lwkv.lmcache_keys import without_lmcache_keys
@@ -34,6 +35,7 @@ from lwkv.options import (
 _GIB = 1 << 30
 
 
+@show_settings
 class Config(BaseSettings):
     """The settings of one cache engine. Frozen, hashable, and checked as a whole when it is made.
 
@@ -81,7 +83,12 @@ class Config(BaseSettings):
     extra_config: Extra = Field(ExtraConfig(), description="The keys of the second table.")
 
     def __init__(self, origins: Origins | None = None, /, **arguments: object) -> None:
-        origins = origins or {}
+        if not isinstance(origins, Origins | None):
+            raise ConfigError(
+                f"got {origins!r} without a name: name settings, as in Config(chunk_size=256); to read a "
+                "file use Config.load(path)"
+            )
+        origins = origins or Origins()
         values: dict[str, Any] = without_lmcache_keys(arguments, origins)
         _refuse_unknown(values, origins)
         try:
@@ -105,7 +112,7 @@ class Config(BaseSettings):
         origins = dict.fromkeys(file, f"file {_file_name(path, os.environ)}")
         origins |= {key: _variable(key, os.environ) for key in environment}
         origins |= dict.fromkeys(arguments, "argument")
-        return cls(origins, **(file | environment | arguments))
+        return cls(Origins(origins), **(file | environment | arguments))
 
     @classmethod
     def settings_customise_sources(

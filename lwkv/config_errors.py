@@ -9,7 +9,9 @@ from pydantic import BaseModel, ValidationError
 
 from lwkv.options import Allowed
 
-Origins = Mapping[str, str]
+
+class Origins(dict[str, str]):
+    """Where the value of each setting came from; those that are missing came as arguments."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

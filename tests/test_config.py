@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import pydoc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from lwkv.config import Config
 from lwkv.config_errors import allowed_of
+from lwkv.config_status import STATUS, USED, without_effect
 from lwkv.errors import ConfigError
 from lwkv.lmcache_keys import LMCACHE_KEYS
 from lwkv.options import ExtraConfig
@@ -287,6 +289,13 @@ def test_no_argument_is_swallowed(key: str) -> None:
     assert f"{key}: got 'x' (argument), but there is no such key" in refusal(lambda: Config(**{key: "x"}))
 
 
+@pytest.mark.parametrize("given", ["lwkv.yaml", Path("lwkv.yaml"), {"chunk_size": 16}, {}], ids=repr)
+def test_a_file_or_mapping_is_no_setting_and_says_how_to_read_a_file(given: Any) -> None:
+    text = refusal(lambda: Config(given))
+    assert text.startswith(f"got {given!r} without a name: ")
+    assert "to read a file use Config.load(path)" in text
+
+
 def test_an_unknown_variable_is_told_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LWKV_CHUNKSIZE", "3")
     text = refusal(Config.load)
@@ -412,6 +421,25 @@ def test_a_config_cannot_be_changed_and_can_be_copied_and_sent() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
+def test_settings_of_a_blending_file_that_have_no_effect_yet_are_known(
+    written: Callable[[str], Path],
+) -> None:
+    assert without_effect(Config()) == []
+    assert without_effect(Config.load(written(LMCACHE_FILE))) == [
+        "blend_recompute_ratios",
+        "blend_check_layers",
+    ]
+    assert set(STATUS) <= set(Config.model_fields)
+
+
+def test_help_shows_every_setting_in_a_readable_line() -> None:
+    text = pydoc.render_doc(Config, renderer=pydoc.plaintext)
+    assert "Config(*, chunk_size=256, local_cpu=True" in text
+    assert "    max_local_cpu_size (number of GiB, 5.0): Most host memory for pages." in text
+    assert all(f"    {key} (" in text for key in Config.model_fields)
+    assert "BeforeValidator" not in text.split("Method resolution order")[0]
+
+
 # docs/config.md
 
 
@@ -422,13 +450,14 @@ def documented(columns: int) -> list[list[str]]:
 
 
 def test_the_documentation_has_every_setting_as_it_is() -> None:
-    assert documented(5) == [
+    assert documented(6) == [
         [
             f"`{key}`",
             f"`LWKV_{key.upper()}`",
             allowed_of(Config, key).kind,
             "see below" if key == "extra_config" else f"`{json.dumps(field.default)}`",
             field.description,
+            STATUS.get(key, USED),
         ]
         for key, field in Config.model_fields.items()
     ]

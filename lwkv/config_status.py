@@ -1,0 +1,38 @@
+"""Which settings this version of lwkv does not use, or not wholly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lwkv.config import Config
+
+USED = "used"
+NO_EFFECT = "no effect yet"
+_NO_TIER = "refused: no such tier yet"
+
+STATUS = {
+    "local_disk": _NO_TIER,
+    "max_local_disk_size": NO_EFFECT,
+    "remote_url": _NO_TIER,
+    "enable_blending": "chooses the buffer connector; no blending yet",
+    "use_gpu": NO_EFFECT,
+    "blend_recompute_ratios": NO_EFFECT,
+    "blend_check_layers": NO_EFFECT,
+    "blend_min_tokens": NO_EFFECT,
+    "blend_special_str": NO_EFFECT,
+    "save_decode_cache": NO_EFFECT,
+    "prefetch_layers": "used by tiers below host memory",
+    "load_timeout_s": "used by tiers below host memory",
+}
+"""What becomes of a setting; USED of all others."""
+
+
+def without_effect(config: Config) -> list[str]:
+    """The settings that ask for something else than the default and do not get it."""
+    defaults = type(config).model_fields
+    return [
+        key
+        for key, status in STATUS.items()
+        if status == NO_EFFECT and getattr(config, key) != defaults[key].default
+    ]
