@@ -15,7 +15,7 @@ class FreeList:
     free pages. Not thread-safe: the pool holds its lock.
 
     Args:
-        num_pages: pages that there may be, numbered from 0; none is free at first.
+        num_pages: pages that there are, numbered from 0; none is free at first.
     """
 
     def __init__(self, num_pages: int, span: int) -> None:
@@ -23,6 +23,10 @@ class FreeList:
         self._span = span
         self._next = 0
         self.num_free = 0
+
+    def grow(self, num_pages: int) -> None:
+        """Let there be `num_pages`, no fewer than before; those that are new are not free yet."""
+        self._is_free = np.append(self._is_free, np.zeros(num_pages - len(self._is_free), bool))
 
     def give(self, pages: Int64s) -> None:
         """Add distinct pages that are not free."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from lwkv.errors import ConfigError
 
 _NAMES = ("model", "revision", "rope")
+_BYTES = (torch.uint8, torch.int8)
 _COUNTS = ("num_layers", "num_kv_heads", "head_size", "tp_size", "pp_size")
 
 
@@ -21,10 +23,12 @@ class CacheMetadata:
         num_layers, num_kv_heads: of this rank, not of the whole model. MLA has one head.
         head_size: elements of a head; with MLA the width of a row.
         dtype: what the model computes in.
-        kv_dtype: what the cache stores; None for the same.
+        kv_dtype: what the cache stores; None for what is registered. It must be said where that is uint8 or
+            int8: bytes do not tell which fp8 they are.
         revision: the model's revision, commit or weight version.
         rope: RoPE's parameters in one text, the same text for the same parameters.
-        tp_rank, pp_rank: from 0 to size - 1.
+        tp_rank, pp_rank: from 0 to size - 1. Where caches are registered as a list their layers have no
+            names, and only `pp_size` and `pp_rank` tell which layers of the model these are.
 
     Raises:
         ConfigError: a field has a wrong type or range.
@@ -63,6 +67,26 @@ class CacheMetadata:
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the cache's elements."""
         return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    def as_registered(self, dtypes: Sequence[torch.dtype]) -> CacheMetadata:
+        """The same, with what an engine really registered: a layer for each of `dtypes`.
+
+        Raises:
+            ConfigError: `kv_dtype` is of none of the layers, or is missing where one is of bytes.
+        """
+        as_bytes = [dtype for dtype in dtypes if dtype in _BYTES]
+        names = ", ".join(dict.fromkeys(map(str, dtypes)))
+        if self.kv_dtype is None and as_bytes:
+            raise ConfigError(
+                f"CacheMetadata.kv_dtype: got None, but a cache is registered as {as_bytes[0]}; say what its "
+                f"bytes are, such as torch.float8_e4m3fn or torch.float8_e5m2, or {as_bytes[0]} itself"
+            )
+        if self.kv_dtype is not None and not as_bytes and self.kv_dtype not in dtypes:
+            raise ConfigError(
+                f"CacheMetadata.kv_dtype: got {self.kv_dtype}, but the caches are registered as {names}; "
+                "allowed: that, or None"
+            )
+        return replace(self, num_layers=len(dtypes), kv_dtype=self.kv_dtype or dtypes[0])
 
     def _require_rank(self, name: str, size: int) -> None:
         rank = getattr(self, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from hashlib import blake2b
 
@@ -26,8 +26,13 @@ def _count(number: int) -> bytes:
     return number.to_bytes(8, "little")
 
 
-def make_namespace(metadata: CacheMetadata, chunk_size: int, page_format: str) -> str:
-    """Name what pages of this model, rank, chunk size and page format have in common.
+def make_namespace(
+    metadata: CacheMetadata, chunk_size: int, page_format: str, layer_names: Sequence[str] = ()
+) -> str:
+    """Name what pages of this model, rank, chunk size, page format and these layers have in common.
+
+    Args:
+        layer_names: of the layers in the order in which keys number them.
 
     Returns:
         Some of the model's name, to be read by people, then 128 bits over all fields in hexadecimal: at most
@@ -43,6 +48,7 @@ def make_namespace(metadata: CacheMetadata, chunk_size: int, page_format: str) -
     values = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
     values |= {"kv_dtype": metadata.stored_dtype, "chunk_size": chunk_size, "page_format": page_format}
     parts = [text for name, value in values.items() for text in (name, str(value))]
+    parts += [text for name in layer_names for text in ("layer", name)]
     digest = blake2b(encode([str(FORMAT_VERSION), *parts]), digest_size=16, person=b"lwkv namespace")
     return f"{_slug(metadata.model)}-{digest.hexdigest()}"
 

@@ -66,8 +66,9 @@ class HostPool:
         self._span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
         self._slabs: list[torch.Tensor] = []
         self._bases = np.zeros(0, np.int64)
-        self._free = FreeList(self.max_pages, self._span)
-        self._references = np.zeros(self.max_pages, np.int32)
+        self._free = FreeList(0, self._span)
+        # One more than there are pages, always 0: it stands for all numbers that no page has.
+        self._references = np.zeros(1, np.int32)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._num_pages = 0
@@ -219,14 +220,15 @@ class HostPool:
             # A new list: batches made before keep the one they were given.
             self._slabs = [*self._slabs, slab]
             self._bases = np.append(self._bases, slab.data_ptr())
+            self._references = np.append(self._references, np.zeros(end - start, np.int32))
+            self._free.grow(end)
             self._free.give(np.arange(start, end))
             self._num_pages = end
 
     def _require_used(self, pages: Int64s) -> Int64s:
         """Return `pages` sorted."""
         pages = np.sort(pages)
-        wrong = (pages < 0) | (pages >= self._num_pages)
-        wrong |= self._references.take(pages, mode="clip") == 0
+        wrong = (pages < 0) | (self._references.take(pages, mode="clip") == 0)
         wrong[1:] |= pages[1:] == pages[:-1]
         if wrong.any():
             raise ValueError(f"pages {pages[wrong].tolist()} are not in use, or are named twice")

@@ -99,3 +99,14 @@ def test_a_run_ends_with_its_slab() -> None:
     pages.give(np.array([4, 5, 6, 7, 8]))
     assert pages.take(3).tolist() == [4, 5, 6]
     assert pages.take(2).tolist() == [7, 8]
+
+
+def test_pages_that_are_added_are_free_once_they_are_given() -> None:
+    pages = FreeList(0, SPAN)
+    pages.grow(3)
+    assert (pages.num_free, pages.take(0).tolist()) == (0, [])
+    pages.give(np.array([1, 2]))
+    pages.grow(9)
+    pages.give(np.arange(3, 9))
+    assert pages.take(5).tolist() == [1, 2, 3, 4, 5]
+    assert sorted(pages.take(3).tolist()) == [6, 7, 8]

@@ -114,6 +114,13 @@ def test_chunk_size_page_format_and_format_version_are_in_the_namespace(
     assert len(names | {make_namespace(METADATA, 256, "canonical")}) == 9
 
 
+def test_names_and_order_of_the_layers_are_in_the_namespace() -> None:
+    lists = [(), ("a",), ("a", "b"), ("b", "a"), ("ab",), ("a", "b", "layer"), ("a", "layer", "b")]
+    names = {make_namespace(METADATA, 256, "canonical", layers) for layers in lists}
+    assert len(names) == len(lists)
+    assert make_namespace(METADATA, 256, "canonical", ["a", "b"]) in names
+
+
 def test_every_pair_of_logical_and_stored_dtype_is_another_namespace() -> None:
     dtypes = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
     pairs = [

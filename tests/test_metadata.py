@@ -57,3 +57,27 @@ def test_mla_has_one_head() -> None:
     with pytest.raises(ConfigError, match="num_kv_heads: got 2; allowed: 1 with use_mla"):
         CacheMetadata(**FIELDS, use_mla=True)
     assert CacheMetadata(**{**FIELDS, "num_kv_heads": 1}, use_mla=True).use_mla
+
+
+BYTES = [torch.uint8, torch.int8]
+
+
+@pytest.mark.parametrize("registered", BYTES)
+def test_what_bytes_are_must_be_said(registered: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype: got None.* registered as torch\.u?int8; say what"):
+        CacheMetadata(**FIELDS).as_registered([torch.bfloat16, registered])
+    for kept in (torch.float8_e4m3fn, torch.float8_e5m2, registered):
+        told = CacheMetadata(**FIELDS, kv_dtype=kept)
+        assert told.as_registered([registered] * 2).stored_dtype is kept
+
+
+def test_a_stored_dtype_that_no_layer_has_is_refused() -> None:
+    told = CacheMetadata(**FIELDS, kv_dtype=torch.float16)
+    with pytest.raises(ConfigError, match=r"got torch\.float16, but the caches are registered as torch\.bf"):
+        told.as_registered([torch.bfloat16] * 3)
+    assert told.as_registered([torch.bfloat16, torch.float16]).stored_dtype is torch.float16
+
+
+def test_what_is_registered_decides_layers_and_stored_dtype() -> None:
+    found = CacheMetadata(**FIELDS).as_registered([torch.float16] * 7)
+    assert (found.num_layers, found.stored_dtype, found.dtype) == (7, torch.float16, FIELDS["dtype"])

@@ -180,6 +180,17 @@ def test_shortage_says_how_many_pages_are_to_be_freed() -> None:
     assert (pool.shortage(2), pool.shortage(1), pool.shortage(0)) == (1, 0, 0)
 
 
+def test_a_pool_costs_nothing_for_pages_that_do_not_exist_yet() -> None:
+    pool = HostPool(ScarceCPU(1), PAGE_BYTES, 1 << 60, SPAN * 4096)
+    pages = taken(pool, 2)
+    assert (pool.num_pages, pool.max_pages) == (SPAN, 1 << 48)
+    for wrong in (numbers(SPAN), numbers(1 << 47), numbers(-1)):
+        with pytest.raises(ValueError, match="not in use"):
+            pool.release(wrong)
+    pool.release(pages)
+    assert (pool.pages_in_use, pool.references) == (0, 0)
+
+
 def test_a_pool_too_small_for_one_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_local_cpu_size holds 4095 bytes.*4096"):
         HostPool(CPU(), PAGE_BYTES, 4095)

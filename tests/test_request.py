@@ -218,7 +218,7 @@ def test_each_request_of_a_batch_is_checked_where_others_share_slots(check_batch
 def test_an_unsigned_slot_is_out_of_range_and_never_no_slot(slots: list[int]) -> None:
     with pytest.raises(RequestError, match="is out of range"):
         check(np.array(slots, np.uint64))
-    with pytest.raises(RequestError, match="is out of range|must be whole numbers"):
+    with pytest.raises(RequestError, match=r"is out of range|must be whole numbers"):
         check(slots)
 
 

@@ -66,14 +66,16 @@ class Loader:
             target: the layer written to.
             pages: int64 (chunks,), the host page of each chunk of the plan, in use until what `end` gives
                 has returned.
-            write: queues nothing itself; moves a slice from a staging buffer into `target` when it runs.
+            write: queues nothing itself; moves a slice, which has rows, from a staging buffer into `target`
+                when it runs.
         """
         lane = self._lane
         recording = load.recordings.pop(layer, None) or self._record(layer)
         for number, part in enumerate(load.plan.slices(target)):
             buffer = self._fetched(load) or self._fetch(load.plan.copies(layer, target, pages)[number])
             lane.pass_on(buffer)
-            self._platform.launch(lane.kernels, partial(write, target, buffer.memory, part))
+            if part.first_row < part.last_row:
+                self._platform.launch(lane.kernels, partial(write, target, buffer.memory, part))
             lane.take_back(buffer)
         recording.end(lane.kernels)
         load.arrived[layer] = self._mark()

@@ -158,6 +158,20 @@ def test_chunks_dropped_on_the_way_keep_the_others_rows(bench: Bench) -> None:
     bench.oracle.check()
 
 
+def test_chunks_without_a_slot_may_be_all_that_is_left(bench: Bench) -> None:
+    slots = np.array(INTO)
+    slots[:CHUNK] = NO_SLOT
+    hold, load = bench.hold(), bench.connector.begin_load(transfer(slots))
+    bench.queue(load, hold, range(1))
+    bench.connector.drop_chunks(load, np.array([True, False, False]))
+    for layer in range(1, LAYERS):
+        bench.connector.load_layer(load, layer, hold.host_pages(layer)[:1])
+    bench.connector.wait_layer(load, LAYERS - 1)
+    bench.oracle.expect(TOKENS, slots, layers=[0])
+    bench.end(load, hold)
+    bench.oracle.check()
+
+
 def test_all_chunks_may_be_dropped(bench: Bench) -> None:
     hold, load = bench.hold(), bench.connector.begin_load(transfer())
     bench.queue(load, hold, range(1))
