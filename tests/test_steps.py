@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from oracle import Dims, MemoryTier, Oracle, require_rest, run_slots
+from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
 
 from lwkv.config import Config
 from lwkv.engine import CacheEngine, Request
@@ -355,3 +356,250 @@ def test_many_steps_follow_each_other(run: Run) -> None:
         run.oracle.expect(CACHED, INTO, result.loaded[0])
         run.oracle.check()
     require_rest(run.engine)
+
+
+# In bulk.
+
+
+@pytest.fixture
+def bulk(oracle: Oracle) -> Iterator[Run]:
+    with oracle.engine(CHUNK, use_layerwise=False) as engine:
+        yield Run(oracle, engine)
+
+
+def calls_of(engine: CacheEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is queued and waited for from here on, with its layer."""
+    calls: list[tuple[str, int]] = []
+    connector: Any = engine.connector
+    for name in ("load_layer", "wait_layer", "save_layer"):
+
+        def record(batch: Any, layer: int, *rest: Any, name: str = name, call: Any = None) -> None:
+            calls.append((name, layer))
+            call(batch, layer, *rest)
+
+        monkeypatch.setattr(connector, name, partial(record, name=name, call=getattr(connector, name)))
+    return calls
+
+
+def test_in_bulk_the_start_queues_and_waits_for_all_layers_and_the_end_saves_all(
+    bulk: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = calls_of(bulk.engine, monkeypatch)
+    bulk.steps.begin(bulk.loads, bulk.stores)
+    assert bulk.steps.start_load_kv() == [16]
+    assert calls[:LAYERS] == [("load_layer", layer) for layer in range(LAYERS)]
+    assert calls[LAYERS] == ("wait_layer", LAYERS - 1)
+    before = len(calls)
+    for layer in range(LAYERS):
+        bulk.oracle.read(CACHED[:16], INTO[:16], layer)
+    bulk.forward()
+    assert len(calls) == before, "nothing moves while the model computes"
+    result = bulk.steps.wait_for_save()
+    assert calls[before:] == [("save_layer", layer) for layer in range(LAYERS)]
+    bulk.require(result, loaded=True, stored=True)
+
+
+def test_layer_by_layer_each_hook_moves_its_layer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(run.engine, monkeypatch)
+    run.steps.begin(run.loads, run.stores)
+    run.steps.start_load_kv()
+    assert calls == [("load_layer", 0)]
+    run.steps.wait_for_layer_load(0)
+    assert calls[1:] == [("load_layer", 1), ("wait_layer", 0)]
+    run.oracle.compute(FRESH, FROM, [0])
+    run.steps.save_kv_layer(0)
+    assert calls[3:] == [("save_layer", 0)]
+    run.forward()
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
+def test_in_bulk_a_start_alone_is_enough_for_the_model_to_go_on(bulk: Run) -> None:
+    bulk.steps.begin(bulk.loads, bulk.stores)
+    bulk.steps.start_load_kv()
+    bulk.oracle.compute(FRESH, FROM)
+    bulk.require(bulk.steps.wait_for_save(), loaded=True, stored=True)
+
+
+def test_in_bulk_too_a_layer_computed_before_the_start_is_not_trusted(bulk: Run) -> None:
+    bulk.steps.begin(bulk.loads, bulk.stores)
+    bulk.oracle.compute(FRESH, FROM)
+    bulk.steps.save_kv_layer(0)
+    bulk.require(bulk.steps.wait_for_save(), loaded=False, stored=False)
+
+
+def test_the_caller_may_choose_the_mode_itself(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = calls_of(run.engine, monkeypatch)
+    run.steps = LayerSteps(run.engine, layerwise=False)
+    run.steps.begin(run.loads, [])
+    run.steps.start_load_kv()
+    assert calls[:LAYERS] == [("load_layer", layer) for layer in range(LAYERS)]
+    run.require(run.steps.wait_for_save(), loaded=True, stored=False)
+
+
+@pytest.mark.parametrize(
+    ("layerwise", "text"),
+    [(True, "lwkv moves KV layer by layer: "), (False, "lwkv moves KV in bulk (use_layerwise is off): ")],
+)
+def test_the_engine_says_in_its_first_line_how_it_moves(
+    oracle: Oracle, layerwise: bool, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lwkv.engine"), oracle.engine(CHUNK, use_layerwise=layerwise):
+        assert [message[: len(text)] for message in caplog.messages if "moves KV" in message] == [text]
+
+
+# A device that fails.
+
+
+@pytest.mark.parametrize("layerwise", [True, False], ids=["layer by layer", "bulk"])
+@pytest.mark.parametrize("place", [("wait_layer", k) for k in range(LAYERS)] + [("load_layer", 1)], ids=str)
+def test_a_load_that_fails_on_the_device_is_told_by_the_result_and_no_hook_raises(
+    run: Run, place: tuple[str, int], layerwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(run.engine, *place, monkeypatch)
+    run.steps = LayerSteps(run.engine, layerwise)
+    run.steps.begin(run.loads, run.stores)
+    run.steps.start_load_kv()
+    run.forward(waits=2, saves=2)
+    result = run.steps.wait_for_save()
+    if layerwise or place[0] == "load_layer" or place[1] == LAYERS - 1:
+        assert ([int(mask.sum()) for mask in result.loaded], result.stored) == ([0], False)
+        assert run.engine.stats()["load_failures_device"] == 2
+    assert len(result.loaded[0]) == 20
+    monkeypatch.undo()
+    require_rest(run.engine)
+    run.oracle.forget(INTO, [i < 16 for i in range(20)])
+    run.steps.begin(run.loads, run.stores)
+    run.forward()
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
+@pytest.mark.parametrize(
+    "place", [("save_layer", k) for k in range(LAYERS)] + [("begin_save", None)], ids=str
+)
+def test_a_store_that_fails_on_the_device_keeps_nothing_and_no_hook_raises(
+    run: Run, place: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(run.engine, *place, monkeypatch)
+    run.steps.begin(run.loads, run.stores)
+    run.forward()
+    result = run.steps.wait_for_save()
+    assert int(result.loaded[0].sum()) == 16
+    require_rest(run.engine)
+    assert run.engine.lookup(FRESH) == 0
+    assert run.engine.stats()["store_failures"] == 1
+    run.oracle.expect(CACHED, INTO, result.loaded[0])
+    run.oracle.check()
+
+
+def fail(engine: CacheEngine, name: str, layer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a call of the connector raise, for one layer or whatever it is for."""
+    connector: Any = engine.connector
+    call = getattr(connector, name)
+
+    def failing(batch: Any, number: Any, *rest: Any) -> Any:
+        if layer is None or number == layer:
+            raise RuntimeError("the device is lost, says the test")
+        return call(batch, number, *rest)
+
+    monkeypatch.setattr(connector, name, failing)
+
+
+@pytest.mark.parametrize("taken", range(LAYERS + 2))
+def test_a_generator_that_breaks_is_ended_and_the_hooks_go_on_without_it(
+    run: Run, taken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What fails there is absorbed below; should something get through, the model still goes on."""
+
+    def broken(count: int) -> Generator[Any, None, None]:
+        for number in range(count):
+            yield [16] if number == 0 else None
+        raise RuntimeError("broken, says the test")
+
+    monkeypatch.setattr(run.engine, "retrieve_batch", lambda loads, sync: broken(taken))
+    monkeypatch.setattr(run.engine, "store_batch", lambda stores: broken(min(taken, LAYERS)))
+    run.steps.begin(run.loads, run.stores)
+    run.steps.start_load_kv()
+    run.forward(waits=2, saves=2)
+    result = run.steps.wait_for_save()
+    assert (len(result.loaded[0]), int(result.loaded[0].sum()), result.stored) == (20, 0, False)
+    assert run.steps.wait_for_save() is result
+    assert 1 <= len(caplog.records) <= 2
+
+
+# Prompts in pieces, and steps that have nothing to do.
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]], ids=str)
+def test_a_prompt_stored_in_pieces_is_whole_whichever_ends_first(run: Run, order: list[int]) -> None:
+    tokens, slots = list(range(700, 745)), run_slots(64, 45)
+    ends = [9, 18, 27, 36, 45]
+    run.oracle.compute(tokens, slots)
+    pieces = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        request = Request(tokens[:end], slots[:end], [i >= start for i in range(end)])
+        pieces.append(run.engine.store_batch([request]))
+        next(pieces[-1])
+    for number in order[:-1]:
+        list(pieces[number])
+    assert run.engine.flush()
+    assert run.engine.lookup(tokens) < 40
+    list(pieces[order[-1]])
+    require_rest(run.engine)
+    assert run.engine.lookup(tokens) == 40
+    run.oracle.zero(slots)
+    mask = run.engine.retrieve(tokens, slot_mapping=slots)
+    assert mask.tolist() == [i < 40 for i in range(45)]
+    run.oracle.expect(tokens, slots, mask)
+    run.oracle.check()
+
+
+def test_a_prompt_computed_in_pieces_is_done_when_all_its_steps_are(run: Run) -> None:
+    tokens, slots = list(range(700, 745)), run_slots(64, 45)
+    run.oracle.compute(tokens, slots)
+    with held_completions(run.engine):
+        for start in range(0, 45, 9):
+            end = start + 9
+            request = Request(tokens[:end], slots[:end], [i >= start for i in range(end)])
+            run.steps.begin([], [request])
+            for layer in range(LAYERS):
+                run.steps.save_kv_layer(layer)
+            assert run.steps.wait_for_save().stored
+            assert not run.engine.flush(timeout_s=0)
+        assert (run.engine.lookup(tokens), run.engine.stats()["writes_in_flight"]) == (0, 5)
+    require_rest(run.engine)
+    assert run.engine.lookup(tokens) == 40
+
+
+class Untouched:
+    """Stands for what must not be used."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was used")
+
+
+def test_a_step_with_nothing_to_move_uses_neither_device_nor_tiers_nor_hashes(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decoding pays for each token, whatever the number of layers."""
+    for name in ("_storage", "_memo", "_pool", "_completions"):
+        monkeypatch.setattr(run.engine, name, Untouched())
+    for name in ("_loader", "_saver", "platform", "_load_lane", "_save_lane", "kernels"):
+        monkeypatch.setattr(run.engine.connector, name, Untouched())
+    run.steps.begin([], [])
+    assert run.steps.start_load_kv() == []
+    for layer in range(LAYERS):
+        run.steps.wait_for_layer_load(layer)
+        run.steps.save_kv_layer(layer)
+    assert run.steps.wait_for_save() == StepResult([], stored=False)
+
+
+def test_a_prompt_that_is_not_cached_uses_nothing_of_the_device(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_loader", "_load_lane", "kernels"):
+        monkeypatch.setattr(run.engine.connector, name, Untouched())
+    run.steps.begin([Request(FRESH, INTO)], [])
+    assert run.steps.start_load_kv() == [0]
+    for layer in range(LAYERS):
+        run.steps.wait_for_layer_load(layer)
+    assert not run.steps.wait_for_save().loaded[0].any()
