@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lwkv.config_conflicts import refuse_conflicts
-from lwkv.config_errors import Origins, allowed_of, explain, unknown_key
+from lwkv.config_errors import Origins, allowed_of, clipped, explain, joined, shown, unknown_key
 from lwkv.config_help import show_settings
 from lwkv.config_sources import PREFIX, read_environment, read_file
 from lwkv.errors import ConfigError
@@ -85,8 +85,8 @@ class Config(BaseSettings):
     def __init__(self, origins: Origins | None = None, /, **arguments: object) -> None:
         if not isinstance(origins, Origins | None):
             raise ConfigError(
-                f"got {origins!r} without a name: name settings, as in Config(chunk_size=256); to read a "
-                "file use Config.load(path)"
+                f"got {shown(origins)} without a name: name settings, as in Config(chunk_size=256); "
+                "to read a file use Config.load(path)"
             )
         origins = origins or Origins()
         values: dict[str, Any] = without_lmcache_keys(arguments, origins)
@@ -178,7 +178,7 @@ def _read_named_file(path: str | os.PathLike[str] | None, environ: Mapping[str, 
 
 def _variable(key: str, environ: Mapping[str, str]) -> str:
     name = f"{PREFIX}{key.upper()}"
-    return f"environment variable {name}={environ[name]}"
+    return f"environment variable {name}={clipped(environ[name])}"
 
 
 def _refuse_unknown(values: Mapping[str, object], origins: Origins) -> None:
@@ -186,5 +186,5 @@ def _refuse_unknown(values: Mapping[str, object], origins: Origins) -> None:
     unknown = [key for key in values if key not in known]
     if unknown:
         raise ConfigError(
-            "\n".join(unknown_key(key, values[key], origins.get(key, "argument"), known) for key in unknown)
+            joined(unknown_key(key, values[key], origins.get(key, "argument"), known) for key in unknown)
         )

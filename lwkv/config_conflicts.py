@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from lwkv.config_errors import Origins
+from lwkv.config_errors import Origins, shown
 from lwkv.errors import ConfigError
 from lwkv.options import CHECK_LAYERS, RECOMPUTE_RATIOS
 
@@ -29,7 +29,7 @@ def refuse_conflicts(config: Config, origins: Origins) -> None:
 def _told(config: Config, key: str, origins: Origins) -> str:
     field = key.split(".")[0]
     unnamed = "argument" if field in config.model_fields_set else "default"
-    return f"{key}={attrgetter(key)(config)!r} ({origins.get(field, unnamed)})"
+    return f"{key}={shown(attrgetter(key)(config))} ({origins.get(field, unnamed)})"
 
 
 def _blending(config: Config) -> Iterator[Conflict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from reprlib import Repr
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,10 +15,45 @@ class Origins(dict[str, str]):
     """Where the value of each setting came from; those that are missing came as arguments."""
 
 
+_MOST_CHARS = 200
+_MOST_LINES = 30
+
+
+class _Short(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _MOST_CHARS
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()  # Python refuses to write out very long numbers
+        return super().repr_int(x, level) if bits < _MOST_CHARS else f"a number of {bits} bits"
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """Show a value in an error text: as `repr`, with the middle of what is long left out."""
+    return _short.repr(value)
+
+
+def clipped(text: str) -> str:
+    """Text as it is, or its beginning where it is long."""
+    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Say which known name is nearest to `name`; empty where none is near."""
     near = get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Join the lines of an error text; where there are very many, the first of them."""
+    told = list(dict.fromkeys(lines))
+    left_out = [f"... and {len(told) - _MOST_LINES} more"] if len(told) > _MOST_LINES else []
+    return "\n".join([*told[:_MOST_LINES], *left_out])
 
 
 def allowed_of(model: type[BaseModel], key: str) -> Allowed:
@@ -31,7 +67,7 @@ def explain(
 ) -> str:
     """Tell every problem of `error`, a line each; keys not in `origins` came as arguments."""
     lines = (_explain(item["loc"], model, values, origins) for item in error.errors(include_url=False))
-    return "\n".join(dict.fromkeys(lines))
+    return joined(lines)
 
 
 def _explain(
@@ -40,16 +76,17 @@ def _explain(
     key = str(place[0])
     value, origin, inner = values.get(key), origins.get(key, "argument"), model.model_fields[key].annotation
     if len(place) == 1 or not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-        return f"{key}: got {value!r} ({origin}); allowed: {allowed_of(model, key).values}"
+        return f"{key}: got {shown(value)} ({origin}); allowed: {allowed_of(model, key).values}"
     name, extras = str(place[1]), value if isinstance(value, Mapping) else {}
     got = {str(extra): item for extra, item in extras.items()}.get(name)
     if name not in inner.model_fields:
         return f"{key}.{unknown_key(name, got, origin, inner.model_fields)}"
-    return f"{key}.{name}: got {got!r} ({origin}); allowed: {allowed_of(inner, name).values}"
+    return f"{key}.{name}: got {shown(got)} ({origin}); allowed: {allowed_of(inner, name).values}"
 
 
 def unknown_key(key: str, value: object, origin: str, known: Iterable[str]) -> str:
     """Tell that nobody knows `key`, which key is near, and which keys there are."""
     names = sorted(known)
     near = did_you_mean(key, names)
-    return f"{key}: got {value!r} ({origin}), but there is no such key{near}; allowed: {', '.join(names)}"
+    got = f"{clipped(key)}: got {shown(value)} ({origin})"
+    return f"{got}, but there is no such key{near}; allowed: {', '.join(names)}"

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
 import yaml
 
-from lwkv.config_errors import did_you_mean
+from lwkv.config_errors import clipped, did_you_mean, joined, shown
 from lwkv.errors import ConfigError
 
 PREFIX = "LWKV_"
 RESERVED = ("LWKV_CONFIG_FILE", "LWKV_LOG_LEVEL", "LWKV_PLATFORM")
 _TAG = "tag:yaml.org,2002:"
+_MOST_LEVELS = 8
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.2 scalars: 1e3 is a number, 010 is ten, `no` is text. Keys given twice are refused."""
+    """Reads YAML 1.2 scalars: 1e3 is a number, 010 is ten, `no` is text.
+
+    Refused are keys given twice, and what no setting needs: aliases, tags and deep nesting.
+    """
+
+    _level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _refusal("aliases (*name) are not taken; write the value out", event.start_mark)
+        if event.tag is not None:
+            raise _refusal(f"tags such as {event.tag!r} are not taken; leave the tag out", event.start_mark)
+        self._level += 1
+        if self._level > _MOST_LEVELS:
+            raise _refusal(f"nested deeper than {_MOST_LEVELS} levels", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [key.value for key, _ in node.value]
-        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        names = Counter(str(key.value) for key, _ in node.value)
+        twice = sorted(name for name, count in names.items() if count > 1)
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"keys given twice: {twice}", node.start_mark)
+            raise _refusal(f"keys given twice: {shown(twice)}", node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         return int(self.construct_scalar(node))
+
+
+def _refusal(problem: str, mark: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
 
 
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -47,13 +71,13 @@ def read_file(path: str | PathLike[str], told_by: str) -> dict[str, object]:
     """Read a YAML file of settings; an empty file has none.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML, is no mapping, or gives a key twice; `told_by` says
-            who named the file.
+        ConfigError: the file cannot be read, is no YAML, is no mapping, gives a key twice, or has aliases,
+            tags or more than 8 levels; `told_by` says who named the file.
     """
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.load(file, _Loader)  # a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"configuration file {fspath(path)!r} ({told_by}) cannot be read: {error}"
         ) from error
@@ -61,7 +85,8 @@ def read_file(path: str | PathLike[str], told_by: str) -> dict[str, object]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"configuration file {fspath(path)!r} ({told_by}): got {values!r}; allowed: lines of `key: value`"
+            f"configuration file {fspath(path)!r} ({told_by}): got {shown(values)}; "
+            "allowed: lines of `key: value`"
         )
     return {str(key): value for key, value in values.items()}
 
@@ -72,27 +97,27 @@ def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> di
     Text stays as it is; everything else is read as in a file, and lists may be written 1,2.
 
     Raises:
-        ConfigError: a variable with lwkv's prefix names no setting.
+        ConfigError: a variable with lwkv's prefix names no setting, or is no mapping that can be read.
     """
     names = {f"{PREFIX}{key.upper()}": key for key in kinds}
     given = sorted(name for name in environ if name.startswith(PREFIX) and name not in RESERVED)
     unknown = [name for name in given if name not in names]
     if unknown:
-        raise ConfigError(
-            "\n".join(_no_setting(name, environ[name], [*names, *RESERVED]) for name in unknown)
-        )
-    return {names[name]: _read_text(environ[name], kinds[names[name]]) for name in given}
+        raise ConfigError(joined(_no_setting(name, environ[name], [*names, *RESERVED]) for name in unknown))
+    return {names[name]: _read_text(name, environ[name], kinds[names[name]]) for name in given}
 
 
 def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
-    near = did_you_mean(name, known)
-    return f"environment variable {name}={text!r} names no setting{near}; allowed: {', '.join(sorted(known))}"
+    near, names = did_you_mean(name, known), ", ".join(sorted(known))
+    return f"environment variable {clipped(name)}={shown(text)} names no setting{near}; allowed: {names}"
 
 
-def _read_text(text: str, kind: str) -> object:
+def _read_text(name: str, text: str, kind: str) -> object:
     if kind == "text" or not text.strip():
         return text
     try:
         return yaml.load(f"[{text}]" if "," in text and text.strip()[0] not in "[{" else text, _Loader)
-    except yaml.YAMLError:
+    except yaml.YAMLError as error:
+        if kind == "mapping":
+            raise ConfigError(f"environment variable {name}={shown(text)} cannot be read: {error}") from error
         return text

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lwkv.config_errors import Origins
+from lwkv.config_errors import Origins, shown
 from lwkv.errors import ConfigError
-from lwkv.options import FLAG_WORDS
+from lwkv.options import read_flag
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ def without_lmcache_keys(values: Mapping[str, object], origins: Origins) -> dict
 
 def _refusal(key: str, value: object, origin: str) -> str:
     allowed = " or ".join(repr(item) for item in LMCACHE_KEYS[key].same) or "nothing"
-    return (
-        f"{key}: got {value!r} ({origin}), a key of LMCache; allowed: {allowed}; {LMCACHE_KEYS[key].advice}"
-    )
+    got = f"{key}: got {shown(value)} ({origin})"
+    return f"{got}, a key of LMCache; allowed: {allowed}; {LMCACHE_KEYS[key].advice}"
 
 
 def _asks_for_the_same(value: object, same: tuple[object, ...]) -> bool:
@@ -83,7 +82,14 @@ def _means(value: object, wanted: object) -> bool:
     if wanted is None:
         return value is None or value is False
     if isinstance(wanted, bool):
-        return FLAG_WORDS.get(str(value).strip().lower()) is wanted
+        return _flag(value) is wanted
     if isinstance(wanted, str):
         return isinstance(value, str) and value.lower() == wanted.lower()
     return not isinstance(value, bool) and value == wanted
+
+
+def _flag(value: object) -> bool | None:
+    try:
+        return read_flag(value)
+    except ValueError:
+        return None

@@ -41,7 +41,7 @@ def read_flag(value: object) -> bool:
     """Read a bool, 0, 1 or one of FLAG_WORDS in any case. Raises ValueError for all else, blank included."""
     word = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
     if word not in FLAG_WORDS:
-        raise ValueError(f"{value!r} is no flag; the words are {', '.join(FLAG_WORDS)}")
+        raise ValueError(f"no flag; the words are {', '.join(FLAG_WORDS)}")
     return FLAG_WORDS[word]
 
 

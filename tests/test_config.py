@@ -6,6 +6,7 @@ import pickle
 import pydoc
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,55 @@ def test_a_file_that_cannot_be_read_is_named_with_who_named_it(
         assert f"{str(path)!r} (environment variable LWKV_CONFIG_FILE)" in refusal(Config.load)
 
 
+DEEP = "[" * 3000 + "]" * 3000
+BOMB = "a: &a [x, x]\nb: &b [*a, *a]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("use_layerwise: !!bool maybe", "tags"),
+        ("chunk_size: !!int foo", "tags"),
+        ("load_timeout_s: !!float foo", "tags"),
+        ("chunk_size: !!timestamp foo", "tags"),
+        ("chunk_size: !!python/name:os.system x", "tags"),
+        ("chunk_size: ! 3", "tags"),
+        (f"chunk_size: {DEEP}", "nested deeper than 8"),
+        ("? [a]\n: 2", "unhashable key"),
+        (BOMB, "aliases"),
+        ("extra_config: &a\n  x: *a", "aliases"),
+    ],
+)
+def test_what_no_setting_needs_is_refused_in_a_file(
+    text: str, problem: str, written: Callable[[str], Path]
+) -> None:
+    file = written(text)
+    told = refusal(lambda: Config.load(file))
+    assert f"configuration file {str(file)!r} (argument path) cannot be read: " in told
+    assert problem in told
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"])
+def test_a_path_that_cannot_be_one_is_refused(path: str) -> None:
+    assert "(argument path) cannot be read" in refusal(lambda: Config.load(path))
+
+
+def test_a_long_value_is_shown_in_short(
+    monkeypatch: pytest.MonkeyPatch, written: Callable[[str], Path]
+) -> None:
+    nested: list[object] = []
+    for _ in range(5000):
+        nested = [nested]
+    for value in ("9" * 5000, 10**5000, ["x"] * 5000, nested, {str(i): "y" * 999 for i in range(999)}):
+        for key in ("chunk_size", "use_layerwise", "enable_p2p", "extra_config"):
+            assert len(refusal(partial(Config, **{key: value}))) < 31 * 400
+    monkeypatch.setenv("LWKV_CHUNK_SIZE", "9" * 5000)
+    assert len(refusal(Config.load)) < 700
+    monkeypatch.delenv("LWKV_CHUNK_SIZE")
+    assert len(refusal(lambda: Config.load(written("k" * 5000 + ": 1")))) < 1500
+
+
 # unknown keys
 
 
@@ -347,6 +397,13 @@ def test_extra_config_is_checked_key_by_key(monkeypatch: pytest.MonkeyPatch) -> 
     assert "(did you mean staging_bytes?)" in text
     assert "extra_config.slab_bytes: got -1 (environment" in text
     assert "extra_config.5: got 6" in text
+
+
+def test_extra_config_that_cannot_be_read_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_EXTRA_CONFIG", "{staging_bytes: 5, staging_bytes: 6}")
+    text = refusal(Config.load)
+    assert "environment variable LWKV_EXTRA_CONFIG='{staging_bytes: 5, staging_bytes: 6}'" in text
+    assert "keys given twice: ['staging_bytes']" in text
 
 
 def test_extra_config_is_read_from_every_source(
