@@ -7,7 +7,7 @@ every other layer, what its copy takes longer than the computing of the layer be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -30,9 +30,8 @@ HOST = torch.device("cpu")
 CHUNK = 8
 CACHED, FRESH = list(range(100, 124)), list(range(300, 324))
 CACHED_SLOTS, FRESH_SLOTS = run_slots(32, 24), run_slots(64, 24, backwards=True)
-MOST_LAYERS = 6
 SECONDS = st.integers(0, 12)
-PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=MOST_LAYERS)
+PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6)
 
 
 class Run:
@@ -52,20 +51,18 @@ class Run:
             self.engine.store(CACHED, slot_mapping=run_slots(0, 24))
             assert self.engine.flush()
 
-    def step(
-        self, begin: Callable[[LayerSteps], None], stores: Sequence[Request] = ()
-    ) -> tuple[float, LoadTimes]:
+    def step(self, layerwise: bool = True, stores: Sequence[Request] = ()) -> tuple[float, LoadTimes]:
         """Load, compute and store all layers from a common start: until the last is computed, in seconds.
 
         And what the timeline tells of it.
         """
-        steps = LayerSteps(self.engine)
+        steps = LayerSteps(self.engine, layerwise)
         self._start_together()
         with self.clock.use_stream(self.compute):
             self.timeline.restart()
             began = self.clock.host_now
             steps.begin([Request(CACHED, CACHED_SLOTS)], stores)
-            begin(steps)
+            assert steps.start_load_kv() == [24]
             for layer, seconds in enumerate(self.computes):
                 steps.wait_for_layer_load(layer)
                 with self.timeline.span("compute", layer, self.compute):
@@ -115,17 +112,6 @@ def opened(copies: Sequence[int], computes: Sequence[int], lookahead: int = 1) -
     run.engine.close()
 
 
-def by_layers(steps: LayerSteps) -> None:
-    assert steps.start_load_kv() == [24]
-
-
-def as_a_whole(steps: LayerSteps) -> None:
-    """Let the model wait for every layer before it begins."""
-    steps.start_load_kv()
-    for layer in range(MOST_LAYERS):
-        steps.wait_for_layer_load(layer)
-
-
 def bound(copies: Sequence[int], computes: Sequence[int]) -> int:
     """The first layer's copy and, in every other, what is longer than computing the layer before."""
     return copies[0] + sum(
@@ -148,7 +134,7 @@ def test_the_model_waits_for_the_first_layer_and_what_copies_take_longer_than_co
 ) -> None:
     copies, computes = [copy for copy, _ in times], [compute for _, compute in times]
     with opened(copies, computes, lookahead) as run:
-        took, found = run.step(by_layers, [Request(FRESH, FRESH_SLOTS)] if stores else [])
+        took, found = run.step(stores=[Request(FRESH, FRESH_SLOTS)] if stores else [])
     assert took - sum(computes) <= bound(copies, computes)
     assert took - sum(computes) == waited(copies, computes)
     assert found.exposed_s == pytest.approx(waited(copies, computes))
@@ -157,10 +143,10 @@ def test_the_model_waits_for_the_first_layer_and_what_copies_take_longer_than_co
 
 @settings(max_examples=20, deadline=None)
 @given(PAIRS)
-def test_loaded_as_a_whole_the_model_waits_for_all_copies(times: list[tuple[int, int]]) -> None:
+def test_loaded_in_bulk_the_model_waits_for_all_copies(times: list[tuple[int, int]]) -> None:
     copies, computes = [copy for copy, _ in times], [compute for _, compute in times]
     with opened(copies, computes) as run:
-        took, _ = run.step(as_a_whole)
+        took, _ = run.step(layerwise=False)
     assert took == sum(copies) + sum(computes)
 
 
@@ -172,7 +158,7 @@ def test_a_wait_for_more_than_the_layer_shows(monkeypatch: pytest.MonkeyPatch) -
     copies, computes = [4, 4, 4, 4], [9, 9, 9, 9]
     monkeypatch.setattr(PagedConnector, "wait_layer", wait)
     with opened(copies, computes) as run:
-        took, _ = run.step(by_layers)
+        took, _ = run.step()
     assert took - sum(computes) > bound(copies, computes)
 
 
@@ -182,4 +168,4 @@ def test_a_host_that_waits_for_the_device_within_a_step_shows(monkeypatch: pytes
 
     monkeypatch.setattr(PagedConnector, "wait_layer", wait)
     with opened([4, 4], [9, 9]) as run, pytest.raises(AssertionError, match="never waits for the device"):
-        run.step(by_layers)
+        run.step()
