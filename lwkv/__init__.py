@@ -10,19 +10,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lwkv.config import Config
-    from lwkv.connectors import CreateGPUConnector
+    from lwkv.connectors import CreateGPUConnector, LayoutHints
     from lwkv.engine import CacheEngine, Request
-    from lwkv.errors import ClosedError, ConfigError, LayoutError, LwkvError, RequestError
+    from lwkv.errors import (
+        ClosedError,
+        ConfigError,
+        LayoutError,
+        LwkvError,
+        PlatformError,
+        PlatformMissingError,
+        RequestError,
+    )
     from lwkv.layout import KVSpec
     from lwkv.metadata import CacheMetadata
     from lwkv.picture import draw_timeline
+    from lwkv.platforms import Platform, detect_platform, open_platform
     from lwkv.steps import LayerSteps, StepResult
     from lwkv.timeline import LoadTimes, Span, Timeline, hidden_and_exposed
     from lwkv.trace import write_trace
+    from lwkv.transfer import NO_SLOT
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "NO_SLOT",
     "CacheEngine",
     "CacheMetadata",
     "ClosedError",
@@ -32,30 +43,41 @@ __all__ = [
     "KVSpec",
     "LayerSteps",
     "LayoutError",
+    "LayoutHints",
     "LoadTimes",
     "LwkvError",
+    "Platform",
+    "PlatformError",
+    "PlatformMissingError",
     "Request",
     "RequestError",
     "Span",
     "StepResult",
     "Timeline",
     "__version__",
+    "detect_platform",
     "draw_timeline",
     "hidden_and_exposed",
+    "open_platform",
     "write_trace",
 ]
 
 _HOMES = {
     "lwkv.config": ("Config",),
-    "lwkv.connectors": ("CreateGPUConnector",),
+    "lwkv.connectors": ("CreateGPUConnector", "LayoutHints"),
     "lwkv.engine": ("CacheEngine", "Request"),
-    "lwkv.errors": ("ClosedError", "ConfigError", "LayoutError", "LwkvError", "RequestError"),
+    "lwkv.errors": (
+        *("ClosedError", "ConfigError", "LayoutError", "LwkvError"),
+        *("PlatformError", "PlatformMissingError", "RequestError"),
+    ),
     "lwkv.layout": ("KVSpec",),
     "lwkv.metadata": ("CacheMetadata",),
     "lwkv.picture": ("draw_timeline",),
+    "lwkv.platforms": ("Platform", "detect_platform", "open_platform"),
     "lwkv.steps": ("LayerSteps", "StepResult"),
     "lwkv.timeline": ("LoadTimes", "Span", "Timeline", "hidden_and_exposed"),
     "lwkv.trace": ("write_trace",),
+    "lwkv.transfer": ("NO_SLOT",),
 }
 
 

@@ -1,10 +1,12 @@
 """The errors lwkv raises.
 
 LwkvError
-├── ConfigError    (ValueError)    the user configured something wrongly; raised at start
-├── LayoutError    (ValueError)    a registered KV tensor that cannot be described with certainty
-├── RequestError   (ValueError)    tokens, mask or slots of one request are wrong
-└── ClosedError    (RuntimeError)  used after close()
+├── ConfigError           (ValueError)    the user configured something wrongly; raised at start
+├── PlatformError         (ValueError)    a platform that is unknown, or that lwkv does not support
+├── PlatformMissingError  (RuntimeError)  a known platform that is not there
+├── LayoutError           (ValueError)    a registered KV tensor that cannot be described with certainty
+├── RequestError          (ValueError)    tokens, mask or slots of one request are wrong
+└── ClosedError           (RuntimeError)  used after close()
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ class LwkvError(Exception):
 
 class ConfigError(LwkvError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
+
+
+class PlatformError(LwkvError, ValueError):
+    """A platform that lwkv does not know or does not support."""
+
+
+class PlatformMissingError(LwkvError, RuntimeError):
+    """A platform that lwkv knows, and that cannot be used on this machine."""
 
 
 class LayoutError(LwkvError, ValueError):

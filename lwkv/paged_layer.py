@@ -25,7 +25,7 @@ class KVSpec:
         use_mla: the row holds one latent vector instead of K and V.
 
     Raises:
-        LayoutError: a number below 1, or `use_mla` with more than one head.
+        LayoutError: what is no whole number of 1 or more, or `use_mla` with more than one head.
     """
 
     num_kv_heads: int
@@ -34,6 +34,9 @@ class KVSpec:
     use_mla: bool = False
 
     def __post_init__(self) -> None:
+        numbers = (self.num_kv_heads, self.head_size, self.block_size)
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+            raise LayoutError(f"{self}: heads, head size and block size must be whole numbers")
         if min(self.num_kv_heads, self.head_size, self.block_size) < 1:
             raise LayoutError(f"{self}: heads, head size and block size must be 1 or more")
         if self.use_mla and self.num_kv_heads != 1:

@@ -35,7 +35,6 @@ class Accelerator:
 
     name: ClassVar[str]
     device_type: ClassVar[str]
-    how_to_get: ClassVar[str]
     handle_attribute: ClassVar[str]
     event_options: ClassVar[frozenset[str]] = frozenset({"enable_timing", "blocking"})
 

@@ -22,10 +22,20 @@ class CUDA(Accelerator):
     """`features.batch_copy` tells whether the driver has the batched copy (CUDA 12.8 and later)."""
 
     name = device_type = "cuda"
-    how_to_get = (
-        "install a CUDA build of torch; nvidia-smi must show a GPU and CUDA_VISIBLE_DEVICES, if set, name it"
-    )
     handle_attribute = "cuda_stream"
+
+    @property
+    def how_to_get(self) -> str:
+        if torch.version.cuda is None:
+            return (
+                f"torch {torch.__version__} was built without CUDA: install a CUDA build of torch, as on "
+                "PyPI, and the NVIDIA driver"
+            )
+        return (
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but finds no GPU: nvidia-smi "
+            "must show one (else repair the driver, or pass the GPU to the container), and "
+            "CUDA_VISIBLE_DEVICES, if set, must name it"
+        )
 
     @cached_property
     def driver(self) -> CudaDriver | None:

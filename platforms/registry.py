@@ -16,10 +16,12 @@ from typing import cast
 
 import torch
 
+from lwkv.errors import PlatformError, PlatformMissingError
 from lwkv.platforms.protocol import Platform
 
 GROUP = "lwkv.platforms"
 VARIABLE = "LWKV_PLATFORM"
+_SET_VARIABLE = f"set {VARIABLE}=cpu to use the host"
 
 # In the order of detection. MUSA and XPU stacks can make torch.cuda look present, so CUDA comes after them.
 _ACCELERATORS = {
@@ -46,46 +48,58 @@ def platforms_with(feature: str) -> list[str]:
 def detect_platform(override: str | None = None) -> Platform:
     """Choose the platform of this process: `override`, then LWKV_PLATFORM, then the first one that is there.
 
-    Raises ValueError for an unknown name and where HPU is what the machine has, RuntimeError for a known
-    platform that is not there.
+    Raises:
+        PlatformError (a ValueError): an unknown name, or HPU is what was named or what the machine has.
+        PlatformMissingError (a RuntimeError): a known platform that is not there.
     """
-    chosen = override or os.environ.get(VARIABLE)
-    if chosen:
-        return open_platform(chosen)
+    if override is not None:
+        return _open_named(override, "argument")
+    if named := os.environ.get(VARIABLE):
+        return _open_named(named, f"environment variable {VARIABLE}")
     if _hpu_is_there():
-        raise _hpu_error("this machine's accelerator is HPU")
+        raise _hpu_error("this machine's accelerator is HPU", _SET_VARIABLE)
     return next(platform for name in platform_names() if (platform := _open(name)).is_available())
 
 
 def open_platform(name: str) -> Platform:
     """The platform called `name`, one object a process. Raises like `detect_platform`."""
-    if name == "hpu":
-        raise _hpu_error("got platform 'hpu'")
-    platform = _open(name)
-    if not platform.is_available():
-        raise RuntimeError(f"platform {name!r} is not available here: {platform.how_to_get}")
-    return platform
+    return _open_named(name)
 
 
 def platform_for(device: torch.device | str) -> Platform:
     """The platform of a tensor's device, told by `device.type` alone. Raises like `detect_platform`."""
     kind = torch.device(device).type
     if kind == "hpu":
-        raise _hpu_error(f"got a tensor or device on {device}")
+        raise _hpu_error(f"got a tensor or device on {device}", "keep the caches on the host")
     if kind in _ACCELERATORS or kind in _HOST:
         return open_platform(kind)
     for name in platform_names():
         if _open(name).device_type == kind:
             return open_platform(name)
-    raise ValueError(f"no platform for device {str(device)!r}; known platforms: {_listed(platform_names())}")
+    raise PlatformError(
+        f"no platform for device {str(device)!r}; known platforms: {_listed(platform_names())}"
+    )
+
+
+def _open_named(name: str, source: str = "") -> Platform:
+    told = f"{name!r} ({source})" if source else repr(name)
+    if name.lower() == "hpu":
+        advice = _SET_VARIABLE if VARIABLE in source else "name the platform 'cpu' to use the host"
+        raise _hpu_error(f"got platform {told}", advice)
+    if name not in (known := platform_names()):
+        near = difflib.get_close_matches(name.lower(), known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PlatformError(f"unknown platform {told}; known are {_listed(known)}{hint}")
+    platform = _open(name)
+    if not platform.is_available():
+        raise PlatformMissingError(f"platform {told} is not available here: {platform.how_to_get}")
+    return platform
 
 
 def _open(name: str) -> Platform:
     with _lock:
         if name not in _opened:
             homes = _homes()
-            if name not in homes:
-                raise _unknown(name, list(homes))
             _opened[name] = _load(name, homes[name])
         return _opened[name]
 
@@ -95,7 +109,7 @@ def _load(name: str, home: str) -> Platform:
     try:
         make = cast(Callable[[], Platform], getattr(import_module(module), attribute))
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(
+        raise PlatformMissingError(
             f"platform {name!r} cannot be loaded from {home}: {error}; repair or remove the package that "
             f"brings it, or choose another platform with {VARIABLE}"
         ) from error
@@ -107,19 +121,13 @@ def _homes() -> dict[str, str]:
     homes = _ACCELERATORS | _HOST
     for entry in entry_points(group=GROUP):
         if homes.get(entry.name, entry.value) != entry.value:
-            raise ValueError(
+            raise PlatformError(
                 f"two platforms are called {entry.name!r}: {homes[entry.name]} and {entry.value}; "
                 "uninstall the package of one of them"
             )
         homes[entry.name] = entry.value
     # The host is always there, so it is asked last.
     return {name: home for name, home in homes.items() if name not in _HOST} | _HOST
-
-
-def _unknown(name: str, known: list[str]) -> ValueError:
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"unknown platform {name!r}, known are {_listed(known)}{hint}")
 
 
 def _listed(names: list[str]) -> str:
@@ -133,9 +141,9 @@ def _hpu_is_there() -> bool:
         return False
 
 
-def _hpu_error(found: str) -> ValueError:
-    return ValueError(
+def _hpu_error(found: str, advice: str) -> PlatformError:
+    return PlatformError(
         f"{found}, which lwkv does not support: its streams keep order between each other and copies wait "
         "for the device, so a layer's transfer cannot overlap with compute. "
-        f"Set {VARIABLE}=cpu to use the host, or run on CUDA, XPU or MUSA"
+        f"To go on, {advice}, or run on CUDA, XPU or MUSA"
     )

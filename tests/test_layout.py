@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +239,12 @@ def test_a_declared_layout_is_checked() -> None:
 def test_arguments_that_do_not_fit_together_are_refused(arguments: dict[str, object], reason: str) -> None:
     with pytest.raises(LayoutError, match=reason):
         describe_layers(**{"kvcaches": {"a": torch.zeros(2, 5, 4, 3, 8)}, "spec": SPEC, **arguments})
+
+
+@pytest.mark.parametrize("numbers", [("3", 8, 4), (3, 8.0, 4), (3, 8, True), (3, 8, None)])
+def test_a_spec_of_anything_but_whole_numbers_is_refused(numbers: tuple[Any, ...]) -> None:
+    with pytest.raises(LayoutError, match="must be whole numbers"):
+        KVSpec(*numbers)
 
 
 @pytest.mark.parametrize("numbers", [(0, 8, 4), (3, 0, 4), (3, 8, 0), (3, 8, -4), (2, 8, 4, True)])

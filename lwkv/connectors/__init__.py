@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
+from types import UnionType
 from typing import TypedDict
 
 from lwkv.config import Config
@@ -12,7 +14,7 @@ from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
 from lwkv.layout import KVSpec
 from lwkv.metadata import CacheMetadata
-from lwkv.platforms import Platform, detect_platform, open_platform, platforms_with
+from lwkv.platforms import Platform, detect_platform, platforms_with
 
 __all__ = ["BufferConnector", "CreateGPUConnector", "PagedConnector", "Rope"]
 
@@ -51,10 +53,14 @@ def CreateGPUConnector(
         (`use_layerwise`) or drained at once is the caller's step, not another connector.
 
     Raises:
-        ConfigError (a ValueError): an engine or hint that is not known, or a platform that lacks what
-            `config` asks for. ValueError: HPU, or a platform that is not known.
-        RuntimeError: a known platform that is not there.
+        ConfigError (a ValueError): an argument of another type, an engine or hint that is not known, or a
+            platform that lacks what `config` asks for.
+        PlatformError (a ValueError): HPU, or a platform that is not known.
+        PlatformMissingError (a RuntimeError): a known platform that is not there.
     """
+    _require_type("config", config, Config, "Config(...)")
+    _require_type("metadata", metadata, CacheMetadata, "CacheMetadata(...)")
+    _require_type("layout_hints", layout_hints, Mapping | None, '{"block_size": 16}')
     chosen = _open(platform)
     _require_features(config, chosen)
     hints = _check_hints(engine, layout_hints or {})
@@ -63,10 +69,13 @@ def CreateGPUConnector(
     return kind(config, chosen, spec, hints.get("layout"), hints.get("opaque_tag"))
 
 
+def _require_type(name: str, value: object, wanted: type | UnionType, example: str) -> None:
+    if not isinstance(value, wanted):
+        raise ConfigError(f"{name} is {value!r}, of type {type(value).__name__}: pass {example}")
+
+
 def _open(platform: str | Platform | None) -> Platform:
-    if platform is None:
-        return detect_platform()
-    return open_platform(platform) if isinstance(platform, str) else platform
+    return detect_platform(platform) if isinstance(platform, str | None) else platform
 
 
 def _require_features(config: Config, platform: Platform) -> None:
@@ -85,12 +94,16 @@ def _require_features(config: Config, platform: Platform) -> None:
 def _check_hints(engine: str, hints: LayoutHints) -> LayoutHints:
     if engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
-    for name in hints:
+    for name, value in hints.items():
         if name not in LayoutHints.__annotations__:
             near = get_close_matches(name, LayoutHints.__annotations__, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             names = ", ".join(LayoutHints.__annotations__)
             raise ConfigError(f"no layout hint {name!r}; there are {names}{hint}")
+        kind = int if name == "block_size" else str
+        if type(value) is not kind:
+            words = "a whole number" if kind is int else "text"
+            raise ConfigError(f"layout_hints[{name!r}] is {value!r}; it must be {words}")
     if engine == "vllm" and "block_size" not in hints:
         raise ConfigError('layout_hints["block_size"] is missing: give the tokens of a block of the caches')
     return {"block_size": 1, **hints}

@@ -76,7 +76,7 @@ def test_layers_one_by_one_are_refused_where_they_are_not_supported() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"use_layerwise": True}], ids=["bulk", "layerwise"])
 def test_hpu_is_refused_whatever_is_asked(settings: Any) -> None:
-    with pytest.raises(ValueError, match=r"'hpu', which lwkv does not support: .*overlap"):
+    with pytest.raises(ValueError, match=r"'hpu' \(argument\), which lwkv does not support: .*overlap"):
         CreateGPUConnector(Config(**settings), METADATA, layout_hints=HINTS, platform="hpu")
 
 
@@ -102,5 +102,35 @@ def test_an_unknown_engine_or_hint_is_refused(engine: str, hints: Any, text: str
 
 
 def test_an_unknown_platform_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown platform 'cudaa', .*did you mean 'cuda'"):
+    with pytest.raises(ValueError, match=r"unknown platform 'cudaa' \(argument\); .*did you mean 'cuda'"):
         CreateGPUConnector(Config(), METADATA, layout_hints=HINTS, platform="cudaa")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"config": {"chunk_size": 16}},
+            r"config is \{'chunk_size': 16\}, of type dict: pass Config\(\.\.\.\)",
+        ),
+        ({"metadata": None}, "metadata is None, of type NoneType: pass CacheMetadata"),
+        ({"layout_hints": 16}, "layout_hints is 16, of type int: pass {'block_size'"),
+        (
+            {"layout_hints": {"block_size": "16"}},
+            r"layout_hints\['block_size'\] is '16'; it must be a whole number",
+        ),
+        ({"layout_hints": {"block_size": True}}, "True; it must be a whole number"),
+        ({"layout_hints": {"block_size": 4, "layout": 3}}, r"layout_hints\['layout'\] is 3; it must be text"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(arguments: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace("{'block_size'", '{"block_size"')):
+        CreateGPUConnector(
+            **{
+                "config": Config(),
+                "metadata": METADATA,
+                "layout_hints": HINTS,
+                "platform": CPU(),
+                **arguments,
+            }
+        )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lwkv.errors import LwkvError, PlatformError, PlatformMissingError
 from lwkv.platforms import (
     detect_platform,
     open_platform,
@@ -124,20 +125,66 @@ def test_an_empty_variable_means_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_hpu_by_name_or_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LWKV_PLATFORM", "hpu")
-    with pytest.raises(ValueError, match="got platform 'hpu'"):
+    with pytest.raises(ValueError, match=r"got platform 'hpu' \(environment variable.*set LWKV_PLATFORM=cpu"):
         detect_platform()
+    for name in ("hpu", "HPU"):
+        with pytest.raises(
+            PlatformError, match=rf"got platform '{name}' \(argument\).*name the platform 'cpu'"
+        ):
+            detect_platform(name)
     with pytest.raises(ValueError, match="on hpu"):
         platform_for(torch.device("hpu"))
 
 
 def test_an_unknown_name_gets_the_known_ones_and_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'cdua', known are musa, xpu, cuda, cpu; did you mean 'cuda'\?"):
+    with pytest.raises(ValueError, match=r"'cdua'; known are musa, xpu, cuda, cpu; did you mean 'cuda'\?"):
         open_platform("cdua")
+
+
+@pytest.mark.parametrize("name", ["CUDA", "Cud", "XPU"])
+def test_a_wrong_name_is_told_with_where_it_came_from(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    nearest = rf"known are .*; did you mean '{'xpu' if name == 'XPU' else 'cuda'}'\?"
+    with pytest.raises(PlatformError, match=rf"unknown platform '{name}' \(argument\); {nearest}"):
+        detect_platform(name)
+    monkeypatch.setenv("LWKV_PLATFORM", name)
+    with pytest.raises(PlatformError, match=rf"'{name}' \(environment variable LWKV_PLATFORM\); {nearest}"):
+        detect_platform()
+
+
+def test_a_missing_platform_is_told_with_where_its_name_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlatformMissingError, match=r"'xpu' \(argument\) is not available here: install"):
+        detect_platform("xpu")
+    monkeypatch.setenv("LWKV_PLATFORM", "xpu")
+    with pytest.raises(PlatformMissingError, match=r"'xpu' \(environment variable LWKV_PLATFORM\) is not"):
+        detect_platform()
+
+
+@pytest.mark.parametrize(
+    ("built_for", "advice"),
+    [
+        (None, "without CUDA: install a CUDA build"),
+        ("13.0", r"built for CUDA 13\.0, but finds no GPU: nvidia-smi"),
+    ],
+)
+def test_a_missing_gpu_is_another_matter_than_a_torch_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, built_for: str | None, advice: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pytest.raises(PlatformMissingError, match=advice):
+        open_platform("cuda")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(PlatformError, ValueError), (PlatformMissingError, RuntimeError)]
+)
+def test_the_errors_are_lwkvs_own_and_pythons_too(error: type, kind: type) -> None:
+    assert issubclass(error, LwkvError)
+    assert issubclass(error, kind)
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("musa", "torch_musa is not on PyPI"), ("xpu", "whl/xpu"), ("cuda", "CUDA build of torch")],
+    [("musa", "torch_musa is not on PyPI"), ("xpu", "whl/xpu"), ("cuda", "nvidia-smi|CUDA build of torch")],
 )
 def test_a_known_platform_that_is_absent_says_how_to_get_it(name: str, hint: str) -> None:
     with pytest.raises(RuntimeError, match=f"'{name}' is not available here: .*{hint}"):
