@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,10 +13,6 @@ from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
 
 NO_SLOT = -1
-
-
-def _new_table(num_rows: int) -> Int64s:
-    return np.empty((3, num_rows), np.int64)
 
 
 class PageShape(NamedTuple):
@@ -68,13 +64,8 @@ class Transfer:
         """Rows in use in each chunk's page, int64 (chunks,)."""
         return shape.parts * (self.chunk_tokens // shape.tokens_per_row)
 
-    def rows(
-        self, shape: PageShape, chunks_per_slice: int, new_table: Callable[[int], Int64s] = _new_table
-    ) -> tuple[Int64s, list[int]]:
+    def rows(self, shape: PageShape, chunks_per_slice: int) -> tuple[Int64s, list[int]]:
         """Number every row that is moved.
-
-        Args:
-            new_table: makes the memory for so many rows, int64 (3, rows).
 
         Returns:
             int64 (3, rows): slot (block id for rows of whole blocks), K row and V row in the staging buffer,
@@ -91,9 +82,7 @@ class Transfer:
         if not moved.all():
             slots, k_rows, v_rows = slots[moved], k_rows[moved], v_rows[moved]
             bounds = np.append(0, np.cumsum(moved))[bounds]
-        table = new_table(len(slots))
-        table[0], table[1], table[2] = slots, k_rows, v_rows
-        return table, bounds.tolist()
+        return np.stack([slots, k_rows, v_rows]), bounds.tolist()
 
     def row_slots(self, tokens_per_row: int) -> Int64s:
         """The slot of each row, or its block where a row is a whole block; NO_SLOT for one that is not moved.

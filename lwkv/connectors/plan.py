@@ -123,9 +123,10 @@ class Plan:
         slots = self.transfer.row_slots(shape.tokens_per_row)
         if not len(slots):
             return []
-        table = self.uploads.new_table(len(slots))
-        table[:] = slots
-        on_device, full = self.uploads.send_table(table), self._cut.full_rows[shape]
+        table = self.uploads.new_table(slots.nbytes)
+        table.host(len(slots))[:] = slots
+        self.uploads.send_table(table)
+        on_device, full = table.device(len(slots)), self._cut.full_rows[shape]
         step = self._cut.chunks_per_slice * shape.rows
         bounds = [*range(0, len(slots), step), len(slots)]
         return [
@@ -134,9 +135,7 @@ class Plan:
         ]
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
-        table, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice, self._new_table)
-        on_device = self.uploads.send_table(table) if table.size else torch.from_numpy(table)
+        numbers, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice)
+        values = torch.from_numpy(numbers)
+        on_device = self.uploads.send(values) if numbers.size else values
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
-
-    def _new_table(self, num_rows: int) -> Int64s:
-        return self.uploads.new_table(3, num_rows) if num_rows else np.zeros((3, 0), np.int64)

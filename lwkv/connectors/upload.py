@@ -3,68 +3,82 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.platforms import Platform, Stream
+from lwkv.platforms import CopyBatch, Platform, Stream
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 """What it raises when there is no more device memory, or no more page-locked memory."""
 
 
-class Uploads:
-    """Copies host tables to a device on one stream and keeps the page-locked originals.
+class Table(NamedTuple):
+    """Page-locked memory and as much on the device, uint8 (bytes,) each, and the copy between them."""
 
-    The device tensors belong to `stream`, the originals to this object until `give_back`, for which the
-    stream must be past them.
+    pinned: torch.Tensor
+    on_device: torch.Tensor
+    copy: CopyBatch
+
+    def host(self, *shape: int) -> npt.NDArray[np.int64]:
+        """The page-locked side as int64 of `shape`, to be filled before it is sent."""
+        ids: npt.NDArray[np.int64] = self.pinned.numpy()[: 8 * math.prod(shape)].view(np.int64)
+        return ids.reshape(shape)
+
+    def device(self, *shape: int) -> torch.Tensor:
+        """The device's side as int64 of `shape`, for after it was sent."""
+        return self.on_device[: 8 * math.prod(shape)].view(torch.int64).view(shape)
+
+
+class Uploads:
+    """Copies host tables to a device on one stream.
+
+    The tables belong to this object until `give_back`, for which all work on them must have ended.
 
     Args:
-        spare: page-locked memory by size, shared with those before and after.
+        spare: tables by size, shared with those before and after: new ones take long.
     """
 
     def __init__(
-        self, platform: Platform, device: torch.device, stream: Stream, spare: dict[int, list[torch.Tensor]]
+        self, platform: Platform, device: torch.device, stream: Stream, spare: dict[int, list[Table]]
     ) -> None:
         self._platform = platform
         self._device = device
         self._stream = stream
         self._spare = spare
-        self._pinned: list[torch.Tensor] = []
+        self._taken: list[Table] = []
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """Queue the copy of a non-empty host tensor and return the device's."""
-        pinned = self._new(values.nbytes).view(values.dtype).view(values.shape)
-        pinned.copy_(values)
-        return self._push(pinned)
+        table = self.new_table(values.nbytes)
+        table.pinned[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+        self.send_table(table)
+        return table.on_device[: values.nbytes].view(values.dtype).view(values.shape)
 
-    def new_table(self, *shape: int) -> npt.NDArray[np.int64]:
-        """Page-locked int64 memory of `shape`, not empty, for `send_table` to take as it is."""
-        memory = self._new(8 * math.prod(shape))
-        table: npt.NDArray[np.int64] = memory.numpy().view(np.int64).reshape(shape)
+    def new_table(self, nbytes: int) -> Table:
+        """A table of at least `nbytes` bytes, to be filled and sent."""
+        size = 1 << max(nbytes - 1, 1).bit_length()
+        spare = self._spare.setdefault(size, [])
+        table = spare.pop() if spare else self._make(size)
+        self._taken.append(table)
         return table
 
-    def send_table(self, table: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Queue the copy of what `new_table` made, which may not change any more, and return the device's."""
-        return self._push(torch.from_numpy(table))
+    def send_table(self, table: Table) -> None:
+        """Queue the copy of a table, whose page-locked side may not change any more."""
+        self._platform.load_batch(table.on_device, table.copy, self._stream)
 
     def give_back(self) -> None:
-        """Let others use the page-locked memory; the tables made from it are no more."""
-        for memory in self._pinned:
-            self._spare[memory.nbytes].append(memory)
-        self._pinned = []
+        """Let others use the tables."""
+        taken, self._taken = self._taken, []
+        for table in taken:
+            self._spare[table.pinned.nbytes].append(table)
 
-    def _new(self, nbytes: int) -> torch.Tensor:
-        # Few sizes, so that what is spare fits; platforms page-lock powers of two at no loss.
-        size = 1 << (nbytes - 1).bit_length()
-        spare = self._spare.setdefault(size, [])
-        memory = spare.pop() if spare else self._platform.alloc_pinned(size)
-        self._pinned.append(memory)
-        return memory[:nbytes]
-
-    def _push(self, pinned: torch.Tensor) -> torch.Tensor:
+    def _make(self, size: int) -> Table:
+        pinned = self._platform.alloc_pinned(size)
         with self._platform.use_stream(self._stream):
-            on_device = torch.empty(pinned.shape, dtype=pinned.dtype, device=self._device)
-        self._platform.copy_async(on_device, pinned, self._stream)
-        return on_device
+            on_device = torch.empty(size, dtype=torch.uint8, device=self._device)
+        zero = np.zeros(1, np.int64)
+        copy = CopyBatch([pinned], zero, zero, zero + pinned.data_ptr(), zero, zero + size, stable=True)
+        return Table(pinned, on_device, copy)
