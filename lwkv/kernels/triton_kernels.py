@@ -23,13 +23,14 @@ Key: TypeAlias = "tuple[Any, ...]"
 class TritonKernels:
     """`Kernels` for devices with Triton. Rows out of range are left out.
 
-    The first call for a layer compiles it, for about a second: make one without rows at start.
+    The first call for layers of one form compiles, for about a second: make one without rows at start.
     """
 
     name = "triton"
 
     def __init__(self) -> None:
         self._launches: WeakKeyDictionary[PagedLayer, dict[Key, _Launch]] = WeakKeyDictionary()
+        self._compiled: dict[Key, Any] = {}
 
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         self._launch(layer, ("scatter", staging.data_ptr() % 16), _make_move, staging, rows)
@@ -48,7 +49,7 @@ class TritonKernels:
         self,
         layer: PagedLayer,
         key: Key,
-        make: Callable[[PagedLayer, Key], _Launch],
+        make: Callable[[PagedLayer, Key, dict[Key, Any]], _Launch],
         staging: Tensor,
         rows: Rows,
         *tables: Tensor,
@@ -58,54 +59,70 @@ class TritonKernels:
             launches = self._launches[layer] = {}
         launch = launches.get(key)
         if launch is None:
-            launch = launches[key] = make(layer, key)
+            launch = launches[key] = make(layer, key, self._compiled)
         launch(staging, rows, tables)
 
 
 class _Launch:
-    """A kernel compiled for one layer, and for pointers of the alignment that its key names.
+    """A kernel for one layer, and for pointers of the alignment that its key names.
 
-    Triton looks at all arguments of a call to find what it compiled for them; here that cannot change.
+    Triton looks at all arguments of a call to find what it compiled for them; here that cannot change. What
+    is compiled serves all layers that differ in their addresses and their number of rows only.
     """
 
     def __init__(
-        self, kernel: Any, layer: PagedLayer, views: tuple[Tensor, Tensor], across: int, *constants: object
+        self,
+        kernel: Any,
+        layer: PagedLayer,
+        views: tuple[Tensor, Tensor],
+        across: int,
+        constants: tuple[object, ...],
+        key: Key,
+        compiled: dict[Key, Any],
     ) -> None:
         k, _ = self._views = views
         self._kernel, self._across = kernel, across
-        self._compiled: Any = None
+        self._run: Any = None
         self._takes_addresses = False
         self._row_bytes, self._num_rows = layer.row_bytes, layer.num_rows
         self._down, self._columns = _tile(across)
         self._constants = (*k.shape[1:], *k.stride()[:3], *constants, self._down, self._columns, layer.parts)
+        alike = ((view.dtype, view.data_ptr() % 16) for view in views)
+        self._form, self._compiled = (kernel, key, *alike, *self._constants), compiled
 
     def __call__(self, staging: Tensor, rows: Rows, tables: tuple[Tensor, ...]) -> None:
         count = rows.slots.shape[0]
         pointers: tuple[Any, ...] = (*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables)
         numbers = (count, self._num_rows, staging.numel() // self._row_bytes, *self._constants)
-        if self._compiled is None:
-            self._compiled = _compile(self._kernel, (*pointers, *numbers))
-            self._takes_addresses = self._compiled is not self._kernel
+        if self._run is None:
+            self._run = self._find((*pointers, *numbers))
         if self._takes_addresses:
             # The launcher asks the driver about every tensor, and takes an address as it is.
             pointers = tuple(tensor.data_ptr() for tensor in pointers)
         grid = -(-count // self._down), -(-self._across // self._columns), 1
-        self._compiled[grid](*pointers, *numbers)
+        self._run[grid](*pointers, *numbers)
+
+    def _find(self, arguments: tuple[Any, ...]) -> Any:
+        if self._form not in self._compiled:
+            self._compiled[self._form] = _compile(self._kernel, arguments)
+        self._takes_addresses = self._compiled[self._form] is not self._kernel
+        return self._compiled[self._form]
 
 
-def _make_move(layer: PagedLayer, key: Key) -> _Launch:
+def _make_move(layer: PagedLayer, key: Key, compiled: dict[Key, Any]) -> _Launch:
     k, v = layer.words
     across = layer.row_bytes // k.element_size()
-    return _Launch(triton_source.move, layer, (k, k if v is None else v), across, key[0] == "scatter")
+    views, constants = (k, k if v is None else v), (key[0] == "scatter",)
+    return _Launch(triton_source.move, layer, views, across, constants, key, compiled)
 
 
-def _make_rotated(layer: PagedLayer, key: Key) -> _Launch:
+def _make_rotated(layer: PagedLayer, key: Key, compiled: dict[Key, Any]) -> _Launch:
     interleaved, half, *_ = key
     k, (words, v) = layer.k.view(layer.dtype), layer.words
     word = words.element_size() // k.element_size()
     across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
-    views = k, words if v is None else v
-    return _Launch(triton_source.scatter_rotated, layer, views, across, half, interleaved, word)
+    views, constants = (k, words if v is None else v), (half, interleaved, word)
+    return _Launch(triton_source.scatter_rotated, layer, views, across, constants, key, compiled)
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...]) -> Any:

@@ -85,13 +85,20 @@ def test_rows_past_2_to_the_31_elements_are_reached(
     assert cache[0, 1:].eq(9).all()
 
 
-def test_a_layer_compiles_once_for_any_number_and_alignment_of_rows(
-    best: Kernels, run: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for every kernel that was compiled."""
     from lwkv.kernels import triton_kernels
 
-    compiled, original = [], triton_kernels._compile
-    monkeypatch.setattr(triton_kernels, "_compile", lambda *a: compiled.append(a) or original(*a))
+    calls: list[object] = []
+    original = triton_kernels._compile
+    monkeypatch.setattr(triton_kernels, "_compile", lambda *a: calls.append(a) or original(*a))
+    return calls
+
+
+def test_a_layer_compiles_once_for_any_number_and_alignment_of_rows(
+    best: Kernels, run: Callable, device: torch.device, compiled: list[object]
+) -> None:
     _, layer = make_layer(device)
     staging = torch.zeros(64 * layer.row_bytes, dtype=torch.uint8, device=device)
     numbers = torch.arange(12, device=device)
@@ -99,3 +106,19 @@ def test_a_layer_compiles_once_for_any_number_and_alignment_of_rows(
         part = numbers[first:last]
         run(lambda part=part: best.scatter(layer, staging, Rows(part, part, part + 12)))
     assert len(compiled) == 1
+
+
+def test_layers_of_one_form_share_what_was_compiled(
+    best: Kernels, run: Callable, device: torch.device, compiled: list[object]
+) -> None:
+    """They differ in their addresses and their number of blocks."""
+    staging = torch.zeros(64 * 64, dtype=torch.uint8, device=device)
+    rows = rows_of(device, [2, 5], [0, 1], [2, 3])
+    for blocks in (3, 3, 7):
+        cache = torch.ones(blocks, 2, 4, 2, 8, device=device)
+        (layer,) = describe_layers([cache], KVSpec(2, 8, 4), "vllm_b2nhd")
+        run(lambda layer=layer: best.scatter(layer, staging, rows))
+        run(lambda layer=layer: best.gather(layer, staging, rows))
+        assert not cache.transpose(1, 2).flatten(0, 1)[[2, 5]].any()
+        assert cache.transpose(1, 2).flatten(0, 1)[[0, 1, 3, 4]].eq(1).all()
+    assert len(compiled) == 2
