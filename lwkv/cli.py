@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from lwkv import __version__
 from lwkv.errors import LwkvError
+from lwkv.log_level import follow_log_level
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`, the exit code.
 COMMANDS = {
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns its exit code; 2 for wrong input, which is told in one line on stderr."""
     chosen, rest = _command_parser().parse_known_args(argv)
     try:
+        follow_log_level()
         return _run(chosen.command, rest)
     except (LwkvError, ValueError, RuntimeError) as error:
         if chosen.traceback:

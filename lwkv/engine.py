@@ -19,6 +19,7 @@ from lwkv.counters import Counters
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.key_memo import KeyMemo
 from lwkv.keys import ChunkKey, as_token_ids, chunk_keys, make_namespace
+from lwkv.log_level import follow_log_level
 from lwkv.metadata import CacheMetadata
 from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
@@ -59,6 +60,7 @@ class CacheEngine:
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
     ) -> None:
+        follow_log_level()
         _refuse_missing_tiers(config, tiers)
         self.config = config
         self.connector = connector
