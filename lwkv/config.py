@@ -59,7 +59,9 @@ class Config(BaseSettings):
     enable_blending: Flag = Field(
         False, description="Reuse chunks that are not a prefix, and recompute a few of their tokens."
     )
-    use_gpu: Flag = Field(True, description="Keep a staging buffer on the device; blending needs it.")
+    use_gpu: Flag = Field(
+        True, description="Stage many chunks at a time on the device; false for one. Blending needs true."
+    )
     blend_recompute_ratios: Ratios = Field(
         None, description="Share of the tokens that each check layer picks to recompute; null means 0.15."
     )
@@ -141,8 +143,8 @@ class Config(BaseSettings):
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory for all staging buffers together."""
-        return self.extra_config.staging_bytes
+        """Device memory for all staging buffers together; each is a page at least."""
+        return self.extra_config.staging_bytes if self.use_gpu else 0
 
     @property
     def staging_buffers(self) -> int:

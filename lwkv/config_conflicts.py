@@ -20,7 +20,7 @@ def refuse_conflicts(config: Config, origins: Origins) -> None:
     """Raise ConfigError naming every contradiction: the keys, their values and where they came from."""
     lines = [
         f"{' and '.join(_told(config, key, origins) for key in keys)}: {advice}"
-        for keys, advice in [*_blending(config), *_tiers(config)]
+        for keys, advice in [*_blending(config), *_staging(config), *_tiers(config)]
     ]
     if lines:
         raise ConfigError("\n".join(lines))
@@ -47,6 +47,14 @@ def _blending(config: Config) -> Iterator[Conflict]:
     if layers != ratios:
         advice = f"{layers} check layers and {ratios} ratios; give every check layer its ratio"
         yield ("blend_check_layers", "blend_recompute_ratios"), advice
+
+
+def _staging(config: Config) -> Iterator[Conflict]:
+    if not config.use_gpu and "staging_bytes" in config.extra_config.model_fields_set:
+        yield (
+            ("use_gpu", "extra_config.staging_bytes"),
+            "without use_gpu staging is as small as can be; leave staging_bytes out or set use_gpu to true",
+        )
 
 
 def _tiers(config: Config) -> Iterator[Conflict]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from lwkv.config import Config
+from lwkv.config_status import without_effect
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.connectors.paged import Registration
 from lwkv.counters import Counters
@@ -83,6 +84,8 @@ class CacheEngine:
         self._closed = False
         connector.start(self._pool, timeline)
         log.info("%s", self._describe())
+        if unused := without_effect(config):
+            log.warning("this version makes no use of the settings %s", ", ".join(unused))
 
     @classmethod
     def create(
@@ -307,7 +310,8 @@ def _refuse_missing_tiers(config: Config, tiers: Sequence[Tier]) -> None:
         value = getattr(config, key)
         if value is not None and not tiers:
             raise ConfigError(f"{key} is {value!r}, but this version has no tier for it: leave {key} out")
-    if not config.local_cpu and not tiers:
+    if not config.local_cpu:
         raise ConfigError(
-            "local_cpu is false and there is no other tier: nothing could be kept; set it to true"
+            "local_cpu is false, but this version keeps every chunk in host memory: set it to true, and "
+            "max_local_cpu_size to what it may take"
         )

@@ -438,6 +438,10 @@ def test_extra_config_is_read_from_every_source(
                 "2 check layers",
             ],
         ),
+        (
+            {"use_gpu": False, "extra_config": {"staging_bytes": 1}},
+            ["use_gpu=False (argument)", "extra_config.staging_bytes=1 (argument)"],
+        ),
         ({"local_disk": "/a"}, ["local_disk='/a' (argument)", "max_local_disk_size=0.0 (default)"]),
         ({"max_local_cpu_size": 0}, ["local_cpu=True (default)", "max_local_cpu_size=0.0 (argument)"]),
         ({"local_cpu": False}, ["local_cpu=False (argument)", "local_disk=None", "remote_url=None"]),
@@ -450,6 +454,11 @@ def test_extra_config_is_read_from_every_source(
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], keys: list[str]) -> None:
     text = refusal(lambda: Config(**settings))
     assert all(key in text for key in keys)
+
+
+def test_without_use_gpu_no_staging_is_asked_for_beyond_what_a_page_needs() -> None:
+    assert Config(use_gpu=False, extra_config={"staging_buffers": 3}).staging_bytes == 0
+    assert Config().staging_bytes == 128 << 20
 
 
 def test_all_contradictions_are_told_at_once() -> None:

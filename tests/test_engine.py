@@ -877,12 +877,21 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
     assert threading.active_count() == before
 
 
-def test_only_a_lower_tier_may_replace_host_memory(oracle: Oracle) -> None:
-    config = Config(chunk_size=CHUNK, local_cpu=False, local_disk="/tmp/kv", max_local_disk_size=1.0)
-    with pytest.raises(ConfigError, match="no tier for it"):
-        CacheEngine.create(
-            config, oracle.metadata, oracle.kvcaches, "vllm", {"block_size": 4}, oracle.platform
-        )
+@pytest.mark.parametrize("tiers", [[], [MemoryTier()]], ids=["no tier", "a tier"])
+def test_no_lower_tier_replaces_host_memory(oracle: Oracle, tiers: list[MemoryTier]) -> None:
+    config = Config(chunk_size=CHUNK, local_cpu=False, remote_url="redis://host:1")
+    with pytest.raises(ConfigError, match=r"no tier for it|local_cpu is false, but this version"):
+        create(oracle, config, tiers=tiers)
+
+
+def test_settings_without_effect_are_named_at_the_start(
+    oracle: Oracle, caplog: pytest.LogCaptureFixture
+) -> None:
+    create(oracle, Config(chunk_size=CHUNK, save_decode_cache=True)).close()
+    assert "this version makes no use of the settings save_decode_cache" in caplog.text
+    caplog.clear()
+    create(oracle, Config(chunk_size=CHUNK)).close()
+    assert "makes no use" not in caplog.text
 
 
 def test_caches_of_another_device_type_are_refused(oracle: Oracle) -> None:
