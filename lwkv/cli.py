@@ -53,7 +53,3 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module.add_arguments(parser)
     code: int = module.run(parser.parse_args(arguments))
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -82,3 +82,10 @@ def test_help_of_a_command_is_that_commands(capsys: pytest.CaptureFixture[str]) 
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys; from lwkv import cli; cli._command_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_python_can_run_the_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lwkv", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"lwkv {__version__}\n"

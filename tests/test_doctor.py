@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lwkv import __version__, doctor
+from lwkv import __version__, doctor, doctor_device
 from lwkv.cli import main
 from lwkv.link import measure_link
 from lwkv.platforms import Features, Stream
@@ -37,11 +40,12 @@ class UnpinnedCard(Card):
 
 @pytest.fixture(autouse=True)
 def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LWKV_PLATFORM", raising=False)
+    for name in [name for name in os.environ if name.startswith(("LWKV_", "LMCACHE_"))]:
+        monkeypatch.delenv(name)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, platform: CPU) -> None:
-    monkeypatch.setattr(doctor, "detect_platform", lambda override: platform)
+    monkeypatch.setattr(doctor_device, "detect_platform", lambda override: platform)
 
 
 def test_the_doctor_tells_versions_platform_features_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +72,48 @@ def test_the_environments_choice_is_the_reason_given(monkeypatch: pytest.MonkeyP
     assert doctor.examine().why == "LWKV_PLATFORM asks for it"
 
 
+def test_a_torch_built_for_an_accelerator_is_told_with_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert doctor.examine("cpu").versions["torch"] == "2.13.0+cu130"
+
+
+def test_settings_that_cannot_be_used_are_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LWKV_CHUNK_SIZE", "many")
+    assert main(["doctor", "--platform", "cpu"]) == 1
+    assert "the configuration cannot be used: chunk_size: got 'many'" in capsys.readouterr().out
+
+
+def test_variables_of_lmcache_and_settings_without_effect_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
+    monkeypatch.setenv("LMCACHE_LOCAL_CPU", "True")
+    monkeypatch.setenv("LWKV_SAVE_DECODE_CACHE", "yes")
+    report = doctor.examine("cpu")
+    assert report.faults == []
+    advice = " ".join(report.advice)
+    assert (
+        "LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU are ignored: lwkv reads variables that begin with LWKV_"
+        in advice
+    )
+    assert "no effect yet: save_decode_cache." in advice
+
+
+def test_the_doctor_works_where_torch_cannot_be_imported() -> None:
+    code = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['lwkv', 'doctor']; "
+    code += "runpy.run_module('lwkv', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "torch cannot be imported" in done.stdout.split("Faults")[1]
+
+
+def test_a_torch_that_is_not_installed_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lwkv.doctor_device", None)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    (fault,) = doctor.examine().faults
+    assert fault.startswith("torch is not installed")
+
+
 def test_hpu_is_a_fault_in_plain_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +135,7 @@ def test_what_the_platform_lacks_is_said_with_what_to_do(monkeypatch: pytest.Mon
     assert report.page_locked == "works"
     assert any("enable_blending" in line for line in report.advice)
     assert any(line.startswith("triton is not installed") for line in report.advice)
-    assert any("pip install 'lwkv[demo]'" in line for line in report.advice)
+    assert any("pip install '.[demo]'" in line for line in report.advice)
 
 
 def test_a_triton_that_does_not_serve_the_platform_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

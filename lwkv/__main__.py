@@ -1,0 +1,10 @@
+"""`python -m lwkv` is the `lwkv` command."""
+
+from __future__ import annotations
+
+import sys
+
+from lwkv.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
