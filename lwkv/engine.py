@@ -137,6 +137,9 @@ class CacheEngine:
         the tokens really retrieved; the current stream waits for the last layer by then, and nothing is held
         any more. Closing the generator early is safe. What fails is a miss, never an exception.
 
+        Layers are counted as they are moved: entries that share their KV are one, and `connector.layer_of`
+        has the number of each entry. LayerSteps takes the engine's own names and positions.
+
         Args:
             tokens, mask, slot_mapping, salts: see Request.
             kvcaches: the registered caches, for callers that pass them each time.
@@ -159,8 +162,8 @@ class CacheEngine:
     ) -> Generator[None, None, None]:
         """Store what is new of one request, in num_layers + 1 steps on every path.
 
-        Take step i + 1 when the current stream has been told to compute layer i. The last step lets the
-        chunks become visible once their bytes have arrived, and makes the current stream wait until the
+        Take step i + 1 when the current stream has been told to compute layer i, counted as in
+        `retrieve_layer`. The last step lets the chunks become visible once their bytes have arrived, and makes the current stream wait until the
         blocks have been read. Chunks wholly in the masked part, known ones and those that lack a slot are
         left out; where host memory cannot be freed for all, the first that fit are stored. Where the device
         fails nothing is stored, and nothing raised. Closing the generator early is safe and stores nothing.
@@ -194,11 +197,18 @@ class CacheEngine:
             pass
 
     def freeze(self, frozen: bool = True) -> None:
-        """Store nothing from now on, or store again; what is cached goes on being retrieved."""
+        """Store nothing from now on, or store again; what is cached goes on being retrieved.
+
+        Raises ClosedError if the engine is closed.
+        """
+        self._require_open()
         self._storage.frozen = frozen
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`."""
+        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`.
+
+        On a closed engine that is what `close` did not wait for.
+        """
         deadline = time.monotonic() + timeout_s
         return self._completions.wait_idle(timeout_s) and self._storage.wait_idle(deadline - time.monotonic())
 
@@ -227,6 +237,7 @@ class CacheEngine:
         self._pool.close()
 
     def __enter__(self) -> CacheEngine:
+        self._require_open()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,6 +30,7 @@ from lwkv.engine import CacheEngine, Request
 from lwkv.errors import ClosedError, ConfigError, LayoutError, RequestError
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
+from lwkv.steps import LayerSteps
 from lwkv.storage import Status
 
 CHUNK = 8
@@ -769,9 +770,14 @@ def test_a_closed_engine_says_so(oracle: Oracle) -> None:
         lambda: engine.retrieve_layer(prompt(1, 8), **arguments),
         lambda: engine.store(prompt(1, 8), **arguments),
         lambda: engine.store_batch([Request(prompt(1, 8), run_slots(0, 8))]),
+        engine.freeze,
+        engine.__enter__,
+        lambda: LayerSteps(engine).begin([Request(prompt(1, 8), run_slots(0, 8))], []),
     ):
         with pytest.raises(ClosedError, match="make a new one"):
             call()
+    assert engine.flush()
+    assert engine.stats()["pages_in_use"] == 0
 
 
 def test_flushing_gives_up_at_its_timeout(oracle: Oracle) -> None:
