@@ -163,10 +163,11 @@ class CacheEngine:
         """Store what is new of one request, in num_layers + 1 steps on every path.
 
         Take step i + 1 when the current stream has been told to compute layer i, counted as in
-        `retrieve_layer`. The last step lets the chunks become visible once their bytes have arrived, and makes the current stream wait until the
-        blocks have been read. Chunks wholly in the masked part, known ones and those that lack a slot are
-        left out; where host memory cannot be freed for all, the first that fit are stored. Where the device
-        fails nothing is stored, and nothing raised. Closing the generator early is safe and stores nothing.
+        `retrieve_layer`. The last step lets the chunks become visible once their bytes have arrived, and
+        makes the current stream wait until the blocks have been read. Chunks wholly in the masked part, known
+        ones and those that lack a slot are left out; where host memory cannot be freed for all, the first
+        that fit are stored. Where the device fails nothing is stored, and nothing raised. Closing the
+        generator early is safe and stores nothing.
 
         Args and Raises: as for `retrieve_layer`.
         """
