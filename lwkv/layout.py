@@ -14,6 +14,12 @@ from lwkv.registered import Registered, picture, read_registered
 
 __all__ = ["LAYOUTS", "KVSpec", "Layout", "PagedLayer", "describe_layers"]
 
+_AXES = (
+    "2 is K, then V; B a block; N a token of the block; H a head; D an element of a head; 2D K's, then V's; "
+    "slots are B and N in one"
+)
+_OPAQUE = "layout='opaque' together with opaque_tag= for blocks whose bytes need not be understood"
+
 Views: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 
@@ -32,14 +38,30 @@ class Layout:
 
     def fits(self, tensors: Sequence[Tensor], spec: KVSpec) -> bool:
         """Whether tensors of these shapes can be this layout; strides may still rule it out."""
-        sizes = {"2": 2, "N": spec.block_size, "H": spec.num_kv_heads, "D": spec.head_size}
-        sizes["E"] = 2 * spec.head_size
-        return (
-            (self.mla, self.tensors) == (spec.use_mla, len(tensors))
-            and tensors[0].dim() == len(self.axes)
-            and all(n == sizes.get(axis, n) for axis, n in zip(self.axes, tensors[0].shape, strict=True))
-            and ("S" not in self.axes or tensors[0].shape[0] % spec.block_size == 0)
-        )
+        return self.has_axes(tensors, spec) and not self.differences(tensors[0], spec)
+
+    def has_axes(self, tensors: Sequence[Tensor], spec: KVSpec) -> bool:
+        """Whether there are as many tensors as in this layout, with as many axes."""
+        right = (self.mla, self.tensors, len(self.axes))
+        return right == (spec.use_mla, len(tensors), tensors[0].dim())
+
+    def differences(self, tensor: Tensor, spec: KVSpec) -> list[str]:
+        """What is wrong with the sizes of a tensor that has the axes of this layout, axis by axis."""
+        wanted = {
+            "2": (2, "K and V"),
+            "N": (spec.block_size, "block_size"),
+            "H": (spec.num_kv_heads, "num_kv_heads"),
+            "D": (spec.head_size, "head_size"),
+            "E": (2 * spec.head_size, "2 * head_size"),
+        }
+        found = [
+            f"{'2D' if axis == 'E' else axis} is {n} in the tensor, {wanted[axis][1]} is {wanted[axis][0]}"
+            for axis, n in zip(self.axes, tensor.shape, strict=True)
+            if axis in wanted and n != wanted[axis][0]
+        ]
+        if "S" in self.axes and tensor.shape[0] % spec.block_size:
+            found.append(f"{tensor.shape[0]} slots are no multiple of block_size, {spec.block_size}")
+        return found
 
     def views(self, tensors: Sequence[Tensor], spec: KVSpec) -> Views:
         """K and V as [blocks, tokens, heads, elements], for tensors that fit."""
@@ -126,8 +148,19 @@ def _only_views(
     if fitting:
         says = f"can be any of {_list(fitting)}: declare which with layout="
     else:
-        says = f"is not {_list(known)}: correct the spec or the layout, or declare layout='opaque'"
-    raise LayoutError(f"{picture(name, tensors)} with {spec} {says}")
+        says = f"is not {_list(known)}: correct the spec or the layout, or declare {_OPAQUE}"
+    raise LayoutError(
+        f"{_nearest(name, raw, spec, known)}{picture(name, tensors)} with {spec} {says}. {_AXES}"
+    )
+
+
+def _nearest(name: str, tensors: list[Tensor], spec: KVSpec, known: Sequence[Layout]) -> str:
+    """The layout that differs in the fewest axes, and in which; nothing where one fits or all have others."""
+    differ = {entry: entry.differences(tensors[0], spec) for entry in known if entry.has_axes(tensors, spec)}
+    nearest = min(differ, key=lambda entry: len(differ[entry]), default=None)
+    if nearest is None or not differ[nearest]:
+        return ""
+    return f"layer {name!r} is nearest to {nearest}, but {' and '.join(differ[nearest])}. In full: "
 
 
 def _block_rows(name: str, blocks: Tensor) -> Tensor:

@@ -211,6 +211,44 @@ def test_what_cannot_be_a_cache_is_refused_with_the_layers_name(cache: Tensor, r
         describe_layers({"first.one": cache}, SPEC)
 
 
+@pytest.mark.parametrize(
+    ("cache", "spec", "text"),
+    [
+        (
+            torch.zeros(2, 5, 16, 3, 8),
+            KVSpec(3, 8, 32),
+            "(2, B, N, H, D), but N is 16 in the tensor, block_size is 32.",
+        ),
+        (
+            torch.zeros(5, 4, 3, 16),
+            SPEC,
+            "(B, H, N, 2D), but H is 4 in the tensor, num_kv_heads is 3 and N is 3",
+        ),
+        (torch.zeros(5, 2, 4, 3, 9), SPEC, "(B, 2, N, H, D), but D is 9 in the tensor, head_size is 8."),
+        (torch.zeros(5, 3, 4, 24), SPEC, "(B, H, N, 2D), but 2D is 24 in the tensor, 2 * head_size is 16."),
+        (
+            (torch.zeros(21, 3, 8), torch.zeros(21, 3, 8)),
+            SPEC,
+            "but 21 slots are no multiple of block_size, 4.",
+        ),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_told_by_the_axis_that_differs(
+    cache: Any, spec: KVSpec, text: str
+) -> None:
+    with pytest.raises(LayoutError) as caught:
+        describe_layers({"a": cache}, spec)
+    told = str(caught.value)
+    assert told.startswith("layer 'a' is nearest to ")
+    assert text in told
+    assert all(word in told for word in ("opaque_tag", "N a token of the block", "correct the spec"))
+
+
+def test_a_shape_that_is_like_no_layout_names_none_as_nearest() -> None:
+    with pytest.raises(LayoutError, match=r"^layer 'a': shape \(7,\).*opaque_tag"):
+        describe_layers({"a": torch.zeros(7)}, SPEC)
+
+
 def test_layers_on_different_devices_are_refused() -> None:
     caches = {"near": torch.zeros(2, 5, 4, 3, 8), "far": torch.zeros(2, 5, 4, 3, 8, device="meta")}
     with pytest.raises(LayoutError, match=r"'far'.*meta.*first is on cpu"):
