@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
 
+from lwkv.completions import Completions
 from lwkv.config import Config
 from lwkv.config_status import without_effect
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
@@ -31,7 +32,6 @@ from lwkv.retrieval import BatchRetrieval, LoadSettings
 from lwkv.storage import StorageManager, Tier
 from lwkv.storing import BatchStoring
 from lwkv.timeline import Timeline
-from lwkv.workers import Workers
 
 __all__ = ["CacheEngine", "Request"]
 
@@ -78,11 +78,13 @@ class CacheEngine:
         self._storage = StorageManager(
             self._pool, connector.num_layers, tiers, config.load_timeout_s, self._counters
         )
-        self._completions = Workers("completions", 1)
         self._settings = LoadSettings(config.lookahead_layers, config.prefetch_layers, config.load_timeout_s)
         self._seen_caches: Registration | None = None
         self._closed = False
+        self._ended = False
         connector.start(self._pool, timeline)
+        self._completions = Completions(self._counters)
+        weakref.finalize(self, self._completions.close).atexit = False
         log.info("%s", self._describe())
         if unused := without_effect(config):
             log.warning("this version makes no use of the settings %s", ", ".join(unused))
@@ -132,10 +134,11 @@ class CacheEngine:
     ) -> Generator[int | torch.Tensor | None, None, None]:
         """Load what is cached of one request, in num_layers + 2 steps on every path.
 
-        Step 1 yields the number of tokens that will be loaded. Step i + 2 queues layer i and, if `sync`,
-        makes the current stream wait for layer i - 1. The last yields bool (tokens,) on the host, True for
-        the tokens really retrieved; the current stream waits for the last layer by then, and nothing is held
-        any more. Closing the generator early is safe. What fails is a miss, never an exception.
+        Step 1 yields the number of tokens that will be loaded. Step i + 2 queues layer i, if it is there, and
+        makes the current stream wait for layer i - 1, if `sync`; the host blocks for slow tiers only there and
+        in the last step. That yields bool (tokens,) on the host, True for the tokens really retrieved; the
+        current stream waits for the last layer by then, and nothing is held any more. Closing the generator
+        early is safe. What fails is a miss, never an exception.
 
         Layers are counted as they are moved: entries that share their KV are one, and `connector.layer_of`
         has the number of each entry. LayerSteps takes the engine's own names and positions.
@@ -209,6 +212,8 @@ class CacheEngine:
         """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`.
 
         On a closed engine that is what `close` did not wait for.
+
+        A child process has none of the threads that end them, and does not wait for what was in flight.
         """
         deadline = time.monotonic() + timeout_s
         return self._completions.wait_idle(timeout_s) and self._storage.wait_idle(deadline - time.monotonic())
@@ -226,16 +231,21 @@ class CacheEngine:
         }
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Wait for what is in flight and give everything back; idempotent. Close generators first."""
-        if self._closed:
-            return
+        """Wait for what is in flight and give everything back; idempotent.
+
+        What takes over `timeout_s` is given back when it ends, which another call waits for; what generators
+        that are still open hold, when they end.
+        """
         self._closed = True
-        if not self._completions.close(timeout_s):
-            log.warning(
-                "transfers were still in flight %.1f s after close; their memory is not given back", timeout_s
-            )
-        self._storage.close(timeout_s)
+        if self._ended:
+            return
+        deadline = time.monotonic() + timeout_s
+        idle = self._completions.wait_idle(timeout_s)
+        if not idle:
+            log.warning("transfers were still in flight %.1f s after close", timeout_s)
+        self._ended = self._storage.close(deadline - time.monotonic()) and idle
         self._pool.close()
+        self._completions.close()
 
     def __enter__(self) -> CacheEngine:
         self._require_open()
@@ -250,7 +260,7 @@ class CacheEngine:
             self._request_keys,
             self._storage,
             self.connector,
-            self._complete,
+            self._completions,
             self._counters,
             self._settings,
         )
@@ -261,7 +271,7 @@ class CacheEngine:
             self._request_keys,
             self._storage,
             self.connector,
-            self._complete,
+            self._completions,
             self._counters,
             sync,
         )
@@ -286,18 +296,6 @@ class CacheEngine:
 
     def _make_keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
         return chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, self._chunking.partial)
-
-    def _complete(self, job: Callable[[], None]) -> None:
-        ended = self._completions.submit(job)
-        if ended.cancelled():  # the engine is closed: nobody else is there to wait for the device
-            job()
-        ended.add_done_callback(self._note_error)
-
-    def _note_error(self, job: Future[None]) -> None:
-        error = None if job.cancelled() else job.exception()
-        if error is not None:
-            self._counters.add("transfer_errors")
-            log.error("a transfer failed on the device, its memory is not used again: %r", error)
 
     def _require_open(self) -> None:
         if self._closed:

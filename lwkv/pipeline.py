@@ -1,7 +1,8 @@
 """The shared generators: every connector, tier and engine goes through these two.
 
-A step of `retrieve_steps` queues a layer and makes the model wait for the one before it, so that layer
-N + 1 travels while layer N computes; a step of `store_steps` queues the layer that has just been computed.
+A step of `retrieve_steps` queues a layer, if it is there, and makes the model wait for the one before it, so
+that layer N + 1 travels while layer N computes; where layers come from a slow tier, the host blocks only for
+the one that is computed next. A step of `store_steps` queues the layer that has just been computed.
 The numbers of steps are fixed whatever happens: the engine advances them without asking.
 """
 
@@ -24,16 +25,25 @@ class Retrieval(Protocol):
         """Look up, pin and ask for the first layers; return each request's tokens that will be loaded."""
 
     def queue(self, layer: int) -> None:
-        """Queue the load of `layer`, and of more where that keeps the link busy."""
+        """Queue the loads up to `layer` that are there, and more where that keeps the link busy.
+
+        Never blocks.
+        """
 
     def wait(self, layer: int) -> None:
-        """Make the current stream wait for `layer`."""
+        """Make the current stream wait for `layer`, having queued what was left of the loads up to it.
+
+        Blocks the host until the tiers have brought these, or their time is over.
+        """
 
     def result(self) -> list[torch.Tensor]:
         """Tell for each request, bool (tokens,), which tokens were really queued in every layer."""
 
     def close(self) -> None:
-        """Make the current stream wait for what is in flight and release everything; idempotent."""
+        """Order the model behind what is in flight, and have everything released; idempotent.
+
+        Comes from finalizers, too, on any thread: it takes no lock that a thread of lwkv may hold.
+        """
 
 
 class Storing(Protocol):
@@ -51,7 +61,7 @@ class Storing(Protocol):
         """Make the chunks visible once their bytes have arrived."""
 
     def close(self) -> None:
-        """Give up what was not committed once nothing is in flight; idempotent."""
+        """Give up what was not committed once nothing is in flight; as for a retrieval."""
 
 
 def retrieve_steps(
@@ -61,8 +71,9 @@ def retrieve_steps(
 
     What is yielded is `pick(counts)` and `pick(masks)`: all of a batch, or the one of a single request.
 
-    Step i + 2 queues layer i and, if `sync`, makes the current stream wait for layer i - 1; the last step
-    makes it wait for the last layer, releases everything and yields the masks.
+    Step i + 2 queues layer i, if it is there, and makes the current stream wait for layer i - 1, if `sync`.
+    The last step queues what is left, makes the current stream wait for the last layer, releases everything
+    and yields the masks.
     """
     try:
         yield pick(retrieval.open())

@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lwkv.completions import Completions
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.plan import FIRST_LAYERS
 from lwkv.counters import Counters
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.keys import ChunkKey
+from lwkv.leaving import waitable
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
 from lwkv.storage import Hold, LayerPages, Missing, StorageManager
@@ -57,7 +58,8 @@ class BatchRetrieval:
     """Implements `lwkv.pipeline.Retrieval` for requests that are merged into one transfer a layer.
 
     A device that fails, or has no memory, ends the load of all chunks; it never raises. `_known` has all
-    pages, int64 (layers, chunks), where no tier has to be asked for any.
+    pages, int64 (layers, chunks), where no tier has to be asked for any. `_wanted` is the last layer that was
+    to be queued.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class BatchRetrieval:
         keys_of: Callable[[CheckedRequest], list[ChunkKey]],
         storage: StorageManager,
         connector: PagedConnector,
-        complete: Callable[[Callable[[], None]], object],
+        completions: Completions,
         counters: Counters,
         settings: LoadSettings,
     ) -> None:
@@ -75,7 +77,7 @@ class BatchRetrieval:
         self._keys_of = keys_of
         self._storage = storage
         self._connector = connector
-        self._complete = complete
+        self._completions = completions
         self._counters = counters
         self._settings = settings
         self._parts: list[Part] = []
@@ -84,12 +86,16 @@ class BatchRetrieval:
         self._deadlines: list[float] = []
         self._known: Int64s | None = None
         self._queued = 0
+        self._wanted = -1
+        self._failure: BaseException | None = None
         self._closed = False
 
     def open(self) -> list[int]:
         """Look up and pin; return for each request how many tokens will be loaded."""
         for request in self._requests:
             self._parts.append(self._hold(request))
+        if self._holds_any():
+            self._completions.expect(self)
         transfer = Transfer.join([part.transfer for part in self._parts])
         self._alive = np.ones(transfer.num_chunks, bool)
         moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
@@ -103,14 +109,15 @@ class BatchRetrieval:
     def queue(self, layer: int) -> None:
         if self._load is not None:
             try:
-                self._queue_from(self._load, layer)
+                self._wanted = layer
+                self._queue_there(self._load)
             except DEVICE_FAILURES as error:
                 self._give_up(error)
 
     def wait(self, layer: int) -> None:
         if self._load is not None:
             try:
-                self._connector.wait_layer(self._load, layer)
+                self._wait_for(self._load, layer)
             except DEVICE_FAILURES as error:
                 self._give_up(error)
 
@@ -125,24 +132,33 @@ class BatchRetrieval:
         if self._closed:
             return
         self._closed = True
-        if self._queued:
-            self.wait(self._queued - 1)
-        holds = [part.hold for part in self._parts]
-        fence = self._end_load()
-        if fence is None:
-            _release(holds)
-        else:
-            self._complete(partial(_release, holds, fence, self._load))
-
-    def _end_load(self) -> Callable[[], None] | None:
-        """What waits for the end of the load; None where there is none, or the device can't tell any more."""
-        if self._load is None:
-            return None
         try:
-            return self._connector.end_load(self._load)
+            self._leave()
+        finally:
+            if self._holds_any():
+                self._completions.submit(self._end, self)
+
+    def _leave(self) -> None:
+        try:
+            if self._load is not None:
+                self._connector.leave_load(self._load)
         except DEVICE_FAILURES as error:
-            self._give_up(error)
-            return None
+            self._failure = error
+
+    def _end(self) -> None:
+        """Give pages and tables back once the device is past them, or fails."""
+        try:
+            if self._load is not None:
+                self._connector.end_load(self._load)
+                self._load.plan.uploads.give_back()
+        finally:
+            for part in self._parts:
+                part.hold.release()
+        if self._failure is not None:
+            raise self._failure
+
+    def _holds_any(self) -> bool:
+        return any(part.hold.found for part in self._parts)
 
     def _hold(self, request: CheckedRequest) -> Part:
         first = request.first // request.chunk_size
@@ -162,16 +178,23 @@ class BatchRetrieval:
         if self._known is None:
             self._ask_up_to(self._settings.prefetch_layers)
 
-    def _queue_from(self, load: Load, layer: int) -> None:
+    def _queue_there(self, load: Load) -> None:
+        """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
         if self._known is None:
-            self._ask_up_to(layer + self._settings.prefetch_layers)
+            self._ask_up_to(self._wanted + self._settings.prefetch_layers)
         # The copies of the first layers are under way, and the model is still to be launched.
-        ahead = self._settings.lookahead_layers if layer >= FIRST_LAYERS else 0
-        last = min(layer + ahead, self.num_layers - 1)
-        while self._queued <= last:
-            if self._queued > layer and not self._is_there(self._queued):
-                break
+        ahead = self._settings.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
+        last = min(self._wanted + ahead, self.num_layers - 1)
+        while self._queued <= last and self._is_there(self._queued):
             self._queue_next(load)
+
+    def _wait_for(self, load: Load, layer: int) -> None:
+        late = self._queued <= layer
+        while self._queued <= layer:
+            self._queue_next(load)
+        self._connector.wait_layer(load, layer)
+        if late:  # more may have arrived meanwhile, to travel while this layer computes
+            self._queue_there(load)
 
     def _ask_up_to(self, layer: int) -> None:
         layers = range(len(self._futures), min(layer + 1, self.num_layers))
@@ -206,7 +229,7 @@ class BatchRetrieval:
     def _pages(self, layer: int) -> Int64s:
         futures = self._futures[layer]
         if not all(future.done() for future in futures):
-            wait(self._needed(futures), max(0.0, self._deadlines[layer] - self._settings.clock()))
+            wait(self._needed(futures), waitable(self._deadlines[layer] - self._settings.clock()))
         return np.concatenate(
             [
                 future.result().pages if future.done() else part.hold.host_pages(layer)
@@ -258,15 +281,3 @@ def _mask(part: Part, alive: Flags) -> torch.Tensor:
     mask = np.zeros(len(part.request.ids), bool)
     mask[part.start : part.start + len(moved)] = moved
     return torch.from_numpy(mask)
-
-
-def _release(
-    holds: Sequence[Hold], fence: Callable[[], None] | None = None, load: Load | None = None
-) -> None:
-    """Give pages and tables back once `fence` has returned."""
-    if fence is not None:
-        fence()
-    if load is not None:
-        load.plan.uploads.give_back()
-    for hold in holds:
-        hold.release()

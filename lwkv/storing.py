@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from lwkv.completions import Completions
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.saver import Save
 from lwkv.counters import Counters
@@ -36,7 +37,7 @@ class BatchStoring:
         keys_of: Callable[[CheckedRequest], list[ChunkKey]],
         storage: StorageManager,
         connector: PagedConnector,
-        complete: Callable[[Callable[[], None]], object],
+        completions: Completions,
         counters: Counters,
         sync: bool,
     ) -> None:
@@ -45,7 +46,7 @@ class BatchStoring:
         self._keys_of = keys_of
         self._storage = storage
         self._connector = connector
-        self._complete = complete
+        self._completions = completions
         self._counters = counters
         self._sync = sync
         self._write: Write | None = None
@@ -62,6 +63,7 @@ class BatchStoring:
             [keys[i] for i in wanted], transfer.chunk_tokens[wanted].tolist()
         )
         if self._write is not None:
+            self._completions.expect(self)
             new[:] = False
             new[wanted[self._write.positions]] = True
             self._begin(transfer if new.all() else transfer.only(new), self._write.pages)
@@ -80,21 +82,32 @@ class BatchStoring:
     def close(self) -> None:
         write, save = self._write, self._save
         self._write = self._save = None
-        if write is not None and save is not None:
-            self._end(write, save)
-        elif write is not None:
-            write.abort()
-
-    def _end(self, write: Write, save: Save) -> None:
-        end = write.commit if self._committed else write.abort
+        if write is None:
+            return
+        failure = None
         try:
-            fence = self._connector.end_save(save)
+            if save is not None:
+                self._connector.leave_save(save)
         except DEVICE_FAILURES as error:
-            # The device may still write to the pages: nobody else gets them.
-            self._counters.add("transfer_errors")
-            log.error("a store failed on the device, its memory is not used again: %s", repr(error))
+            failure = error
+        finally:
+            self._completions.submit(partial(self._end, write, save, failure), self)
+
+    def _end(self, write: Write, save: Save | None, failure: BaseException | None) -> None:
+        """End the write and give the tables back once the device is past them.
+
+        Raises what fails on the device. Where that is the wait for its end, it may still write to the pages:
+        nobody else gets them.
+        """
+        if save is not None:
+            self._connector.end_save(save)
+            save.plan.uploads.give_back()
+        if self._committed and failure is None:
+            write.commit()
         else:
-            self._complete(partial(_end_write, fence, end, save))
+            write.abort()
+        if failure is not None:
+            raise failure
 
     def _begin(self, transfer: Transfer, pages: Int64s) -> None:
         try:
@@ -107,10 +120,3 @@ class BatchStoring:
         self._counters.add("store_failures")
         log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
         self.close()
-
-
-def _end_write(fence: Callable[[], None], end: Callable[[], None], save: Save) -> None:
-    """End the write and give the tables back once `fence` has returned."""
-    fence()
-    save.plan.uploads.give_back()
-    end()

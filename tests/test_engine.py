@@ -256,6 +256,7 @@ def require_loaded(
 
 
 def require_closed(engine: CacheEngine) -> None:
+    assert engine.flush()
     stats = engine.stats()
     assert (stats["pins"], stats["writes_in_flight"], stats["page_references"]) == (0, 0, 0)
 
@@ -562,7 +563,7 @@ def test_a_tier_that_hangs_is_a_miss_after_the_timeout(oracle: Oracle, hanging: 
 def test_what_arrives_after_the_timeout_never_reaches_the_cache(oracle: Oracle, hanging: MemoryTier) -> None:
     with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=0.05, prefetch_layers=0) as engine:
         steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
-        next(steps), next(steps)
+        next(steps), next(steps), next(steps)
         hanging.gate.set()
         *_, mask = steps
         assert not mask.any()
@@ -596,7 +597,7 @@ def test_the_deadline_of_a_layer_counts_from_when_it_was_asked_for(
 ) -> None:
     """However long the model took for the layers before."""
     now = [0.0]
-    with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=7, prefetch_layers=1) as engine:
+    with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=12, prefetch_layers=0) as engine:
         engine._settings = replace(engine._settings, clock=lambda: now[0])
         record = lwkv.retrieval.wait
 
@@ -613,11 +614,9 @@ def test_the_deadline_of_a_layer_counts_from_when_it_was_asked_for(
                 assert engine._storage.wait_idle(20)
                 hanging.gate.clear()
             now[0] += 5
-        hanging.gate.set()
         assert next(steps).all()  # type: ignore[union-attr]
-        # Layers 0 and 1 are asked for at 0 s, layer 2 at 10 s; layers 0 and 2 have not arrived when they are
-        # needed, 5 s later.
-        assert waits == [(1, 2.0), (1, 2.0)]
+        # Layer 0 is asked for at 0 s and waited for at 10 s, layer 2 at 15 s and 20 s; layer 1 has arrived.
+        assert waits == [(1, 2.0), (1, 7.0)]
         oracle.expect(prompt(1, 16), run_slots(64, 16))
         oracle.check()
         steps.close()
@@ -699,6 +698,7 @@ def test_a_store_whose_end_cannot_be_waited_for_gives_its_pages_to_nobody(oracle
         monkeypatch.setattr(engine.connector, "end_save", refuse(RuntimeError))
         oracle.compute(prompt(1, 16), run_slots(0, 16))
         engine.store(prompt(1, 16), slot_mapping=run_slots(0, 16))
+        assert engine.flush()
     assert engine.lookup(prompt(1, 16)) == 0
     stats = engine.stats()
     assert (stats["transfer_errors"], stats["pages_in_use"]) == (1, 2 * LAYERS)

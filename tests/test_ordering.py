@@ -183,7 +183,7 @@ def load_in_bulk_before_the_model_goes_on(cpu: CPU, remove: Remove) -> None:
         stage.cache(NEW, FIRST)
         stage.make_late("load copies", "load kernels")
         with held_completions(stage.engine):
-            remove(stage.connector, "wait_layer")
+            remove(stage.connector._loader, "_let_wait")
             stage.load(NEW, SECOND, sync=False)
             for layer in range(LAYERS):
                 stage.oracle.read(NEW, SECOND, layer)
@@ -200,7 +200,7 @@ def load_that_is_given_up_and_computed_instead(cpu: CPU, remove: Remove) -> None
             steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
             for _ in range(3):
                 next(steps)
-            remove(stage.connector, "wait_layer")
+            remove(stage.connector._loader, "_let_wait")
             steps.close()
             stage.oracle.compute(OLD, SECOND)
             stage.reach("compute")

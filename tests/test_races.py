@@ -174,7 +174,7 @@ def test_a_buffer_filled_before_it_was_flushed_is_found(
     races: Races, start: Callable[..., Traffic], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = start(buffered=True, lookahead=0)
-    monkeypatch.setattr(traffic.connector, "_wait_for_buffer", lambda: None)
+    monkeypatch.setattr(traffic.connector, "_wait_for_buffer", lambda *_: None)
     traffic.save(ONE, HERE)
     assert traffic.engine.flush()
     traffic.load(ONE, THERE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +17,7 @@ from lwkv.connectors.rope import Rope, Turn
 from lwkv.errors import LayoutError, RequestError
 from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
+from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT, Transfer
 
@@ -32,6 +33,7 @@ class BufferedLoad(Load):
         filled: for each queued layer, the plan and the places it was queued with: they are on the device by
             the time the layer is, whatever has been dropped since.
         num_flushed: layers that have been waited for and flushed.
+        user: the stream that was last given the buffer to work on, or flushed it.
     """
 
     buffers: Sequence[PagedLayer] = ()
@@ -40,6 +42,7 @@ class BufferedLoad(Load):
     turn: Turn | None = None
     filled: list[tuple[Plan, torch.Tensor | None]] = field(default_factory=list)
     num_flushed: int = 0
+    user: Stream = None
 
 
 class BufferConnector(PagedConnector):
@@ -95,10 +98,11 @@ class BufferConnector(PagedConnector):
             load.arrived,
             load.fetched,
             load.recordings,
-            self._new_buffers(num_rows),
-            rows_of,
-            places,
-            turn,
+            load.stream,
+            buffers=self._new_buffers(num_rows),
+            rows_of=rows_of,
+            places=places,
+            turn=turn,
         )
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
@@ -106,7 +110,7 @@ class BufferConnector(PagedConnector):
         target = load.buffers[layer % len(load.buffers)]
         if layer >= len(load.buffers):
             self.wait_layer(load, layer - len(load.buffers))
-            self._wait_for_buffer()
+            self._wait_for_buffer(load)
         with self._lock:
             self._loader.queue(load, layer, target, pages, partial(self._fill, load.places, load.turn))
         load.filled.append((load.plan, load.places))
@@ -129,7 +133,9 @@ class BufferConnector(PagedConnector):
 
         They are the buffer itself, for the current stream: change them, then `flush`. With MLA, V is K.
         """
-        buffer = _buffered(load).buffers[layer % len(_buffered(load).buffers)]
+        load = _buffered(load)
+        load.user = self.platform.current_stream(self.device)
+        buffer = load.buffers[layer % len(load.buffers)]
         k = buffer.k[0].view(buffer.dtype)
         return k, k if buffer.v is None else buffer.v[0].view(buffer.dtype)
 
@@ -140,12 +146,18 @@ class BufferConnector(PagedConnector):
         plan, places = load.filled[layer]
         if places is not None:
             work = partial(self._empty, self.layers[layer], buffer, plan, places)
-            self.platform.launch(self.platform.current_stream(self.device), work)
+            load.user = self.platform.current_stream(self.device)
+            self.platform.launch(load.user, work)
 
-    def end_load(self, load: Load) -> Callable[[], None]:
+    def leave_load(self, load: Load) -> None:
+        # Layers that were not waited for are in the buffer only: nothing of them is on its way to blocks.
+        load.not_waited_for = None
+        super().leave_load(load)
+
+    def end_load(self, load: Load) -> None:
         # The buffer's memory goes back to the allocator of the stream that fills it.
-        self._wait_for_buffer()
-        return super().end_load(load)
+        self._wait_for_buffer(_buffered(load))
+        super().end_load(load)
 
     def _fill(
         self,
@@ -169,8 +181,9 @@ class BufferConnector(PagedConnector):
             rows = Rows(part.rows.slots, place, place + buffer.num_rows)
             self.kernels.scatter(layer, _memory(buffer), rows)
 
-    def _wait_for_buffer(self) -> None:
-        self.platform.wait_stream(self._load_lane.kernels, self.platform.current_stream(self.device))
+    def _wait_for_buffer(self, load: BufferedLoad) -> None:
+        if load.user is not None:
+            self.platform.wait_stream(self._load_lane.kernels, load.user)
 
     def _new_buffers(self, num_rows: int) -> list[PagedLayer]:
         layer = self.layers[0]

@@ -12,7 +12,7 @@ import torch
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan, Slice
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import CopyBatch, Event, Platform
+from lwkv.platforms import CopyBatch, Event, Platform, Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Recording, Timeline
 
@@ -28,16 +28,20 @@ class Load:
         fetched: staging buffers with the first slices in order, whose copies were queued ahead, and the
             number of that fill: another one since, of whatever batch, has overwritten the slice.
         recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
+        stream: the current one of the batch's last step.
+        not_waited_for: the event of the last layer that was queued, unless it has been waited for.
     """
 
     plan: Plan
     arrived: list[Event | None]
     fetched: deque[tuple[StagingBuffer, int]] = field(default_factory=deque)
     recordings: dict[int, Recording] = field(default_factory=dict)
+    stream: Stream = None
+    not_waited_for: Event | None = None
 
 
 class Loader:
-    """Queues loads on its lane; the host never waits for the device here."""
+    """Queues loads on its lane; the host never waits for the device here, but in `end`."""
 
     def __init__(self, platform: Platform, device: torch.device, lane: Lane, timeline: Timeline) -> None:
         self._platform = platform
@@ -56,7 +60,8 @@ class Loader:
         if pages is not None:
             plan.know(layers, pages)
             self._fetch_first(load, layers, pages)
-        self._wait_for_readers()
+        load.stream = self._current()
+        self._wait_for_readers(load.stream)
         return load
 
     def queue(self, load: Load, layer: int, target: PagedLayer, pages: Int64s, write: Write) -> None:
@@ -78,27 +83,38 @@ class Loader:
                 self._platform.launch(lane.kernels, partial(write, target, buffer.memory, part))
             lane.take_back(buffer)
         recording.end(lane.kernels)
-        load.arrived[layer] = self._mark()
+        load.stream = self._current()
+        load.arrived[layer] = load.not_waited_for = self._mark()
 
     def wait(self, load: Load, layer: int) -> None:
         """Make the current stream wait until `layer`, which has been queued, has arrived."""
         event = load.arrived[layer]
         if event is None:
             raise RuntimeError(f"layer {layer} is waited for but was never queued")
-        self._platform.wait_event(self._platform.current_stream(self._device), event)
+        load.stream = self._current()
+        self._let_wait(load.stream, event)
+        if event is load.not_waited_for:
+            load.not_waited_for = None
 
-    def end(self, load: Load) -> Callable[[], None]:
-        """Return a blocking call that returns once no queued copy reads the batch's host pages any more.
+    def leave(self, load: Load) -> None:
+        """Let the batch's last stream, and the current one, go on once all queued layers are there.
 
         The batch cannot be waited for any more: its events serve the next one.
         """
+        event, load.not_waited_for = load.not_waited_for, None
+        if event is not None:
+            self._let_wait(load.stream, event)
+            current = self._current()
+            if current != load.stream:
+                self._let_wait(current, event)
         self._spare += [event for event in load.arrived if event is not None]
         load.arrived = [None] * len(load.arrived)
+
+    def end(self, load: Load) -> None:
+        """Block until no queued copy reads the batch's host pages any more."""
         if load.fetched:
             self._wait_for_fetched()
-        event = self._platform.new_event(blocking=True)
-        self._platform.record(event, self._lane.kernels)
-        return partial(self._platform.synchronize_event, event)
+        self._synchronize(self._lane.kernels)
 
     def _fetch_first(self, load: Load, layers: Sequence[PagedLayer], pages: Int64s) -> None:
         for number, layer in enumerate(layers):
@@ -127,13 +143,24 @@ class Loader:
         buffer, fill = load.fetched.popleft()
         return buffer if buffer.fills == fill else None
 
-    def _wait_for_readers(self) -> None:
+    def _current(self) -> Stream:
+        return self._platform.current_stream(self._device)
+
+    def _let_wait(self, stream: Stream, event: Event) -> None:
+        self._platform.wait_event(stream, event)
+
+    def _wait_for_readers(self, current: Stream) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.
-        self._platform.wait_stream(self._lane.kernels, self._platform.current_stream(self._device))
+        self._platform.wait_stream(self._lane.kernels, current)
 
     def _wait_for_fetched(self) -> None:
         # No kernel waits for copies that were queued ahead and whose layers never were.
-        self._platform.wait_stream(self._lane.kernels, self._lane.copies)
+        self._synchronize(self._lane.copies)
+
+    def _synchronize(self, stream: Stream) -> None:
+        event = self._platform.new_event(blocking=True)
+        self._platform.record(event, stream)
+        self._platform.synchronize_event(event)
 
     def _mark(self) -> Event:
         event = self._spare.pop() if self._spare else self._platform.new_event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
 from lwkv.connectors.plan import Cut, FullRows, Plan, Slice, page_shape
 from lwkv.connectors.saver import Save, Saver
-from lwkv.connectors.upload import Uploads
+from lwkv.connectors.upload import Table, Uploads
 from lwkv.errors import LayoutError
 from lwkv.kernels import Kernels, choose_kernels
 from lwkv.layout import KVSpec, describe_layers
@@ -126,7 +126,7 @@ class PagedConnector:
         buffer_bytes = max(self.page_bytes, self._config.staging_bytes // (2 * buffers))
         buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         self._cut = self._make_cut(buffer_bytes // self.page_bytes)
-        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._spare: dict[int, list[Table]] = {}
         self.kernels: Kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
         self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="kernels")
@@ -144,7 +144,7 @@ class PagedConnector:
             return self._loader.begin(plan, self.layers, pages)
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
-        """Queue one layer: pages are int64 (chunks,), in use until what `end_load` returned has returned."""
+        """Queue one layer: pages are int64 (chunks,), in use until `end_load` has returned."""
         with self._lock:
             self._loader.queue(load, layer, self.layers[layer], pages, self._write)
 
@@ -156,9 +156,17 @@ class PagedConnector:
         """Make the current stream wait for a layer that has been queued."""
         self._loader.wait(load, layer)
 
-    def end_load(self, load: Load) -> Callable[[], None]:
-        """End a batch; the call returned blocks until its host pages are no longer read."""
-        return self._loader.end(load)
+    def leave_load(self, load: Load) -> None:
+        """Queue nothing more of a batch: what comes next may write to its blocks.
+
+        That is the work of the stream which was current in the batch's last step, and of the current one.
+        Takes no lock: a finalizer may call it on any thread.
+        """
+        self._loader.leave(load)
+
+    def end_load(self, load: Load) -> None:
+        """Block until the host pages of a batch that was left are no longer read."""
+        self._loader.end(load)
 
     def begin_save(self, transfer: Transfer, pages: Int64s) -> Save:
         """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT.
@@ -174,10 +182,13 @@ class PagedConnector:
         with self._lock:
             self._saver.queue(save, layer, self.layers[layer], pages, sync)
 
-    def end_save(self, save: Save) -> Callable[[], None]:
-        """End a batch: its blocks may change now. The call returned blocks until all bytes are there."""
-        self._saver.release_blocks()
-        return self._saver.end(save)
+    def leave_save(self, save: Save) -> None:
+        """Queue nothing more of a batch: what comes next may write to its blocks. As for `leave_load`."""
+        self._saver.release_blocks(save)
+
+    def end_save(self, save: Save) -> None:
+        """Block until all bytes of a batch that was left are in its host pages."""
+        self._saver.end()
 
     def _make_cut(self, chunks_per_slice: int) -> Cut:
         chunk_size = self._config.chunk_size

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from lwkv.connectors.lane import Lane
+from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
 from lwkv.kernels import Kernels
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import Platform
+from lwkv.platforms import Platform, Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
 
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """One batch on its way to host memory."""
+    """One batch on its way to host memory.
+
+    Attributes:
+        stream: the current one of the batch's last step, None before any layer is queued.
+        last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
+    """
 
     plan: Plan
+    stream: Stream = None
+    last: StagingBuffer | None = None
 
 
 class Saver:
-    """Queues saves on its lane; the host never waits for the device here."""
+    """Queues saves on its lane; the host never waits for the device here, but in `end`."""
 
     def __init__(
         self,
@@ -49,8 +55,9 @@ class Saver:
             pages: int64 (chunks,), the host page of each chunk of the plan.
         """
         lane = self._lane
+        save.stream = self._platform.current_stream(self._device)
         if sync:
-            self._wait_for_writers()
+            self._wait_for_writers(save.stream)
         recording = self._timeline.span("save", layer, lane.kernels)
         copies = save.plan.copies(layer, source, pages)
         for part, batch in zip(save.plan.slices(source), copies, strict=True):
@@ -58,20 +65,28 @@ class Saver:
             work = partial(self._kernels.gather, source, buffer.memory, part.rows)
             self._platform.launch(lane.kernels, work)
             lane.mark_filled(buffer)
+            save.last = buffer
             lane.pass_on(buffer)
             self._platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
         recording.end(lane.copies)
 
-    def release_blocks(self) -> None:
-        """Make the current stream wait until every queued save has read its blocks, so they may change."""
-        self._platform.wait_stream(self._platform.current_stream(self._device), self._lane.kernels)
+    def release_blocks(self, save: Save) -> None:
+        """Let blocks change once they have been read.
 
-    def end(self, save: Save) -> Callable[[], None]:
-        """Return a blocking call that returns once every byte queued so far is in its host page."""
+        The batch's last stream waits for that, and so does the current one.
+        """
+        if save.last is not None:
+            self._platform.wait_event(save.stream, save.last.filled)
+            current = self._platform.current_stream(self._device)
+            if current != save.stream:
+                self._platform.wait_event(current, save.last.filled)
+
+    def end(self) -> None:
+        """Block until every byte queued so far is in its host page."""
         event = self._platform.new_event(blocking=True)
         self._platform.record(event, self._lane.copies)
-        return partial(self._platform.d2h_fence, self._lane.copies, event)
+        self._platform.d2h_fence(self._lane.copies, event)
 
-    def _wait_for_writers(self) -> None:
-        self._platform.wait_stream(self._lane.kernels, self._platform.current_stream(self._device))
+    def _wait_for_writers(self, current: Stream) -> None:
+        self._platform.wait_stream(self._lane.kernels, current)

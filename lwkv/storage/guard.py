@@ -12,6 +12,7 @@ import numpy as np
 
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey, LayerKey
+from lwkv.leaving import waitable
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.storage.calls import Calls
@@ -49,7 +50,7 @@ class Guard:
         if not keys:
             return []
         call = self._reads.submit(partial(self._contains, keys))
-        wait([call], self._timeout_s)
+        wait([call], waitable(self._timeout_s))
         if not call.done():
             self._reads.is_answering()  # tells of it, once
             call.cancel()
@@ -72,16 +73,18 @@ class Guard:
         deadline = time.monotonic() + timeout_s
         return self._writes.wait_idle(timeout_s) and self._reads.wait_idle(deadline - time.monotonic())
 
-    def close(self, timeout_s: float) -> None:
-        """Let what is under way end, then close the tier; both together within `timeout_s` seconds.
+    def close(self, timeout_s: float) -> bool:
+        """Let what is under way end, then close the tier, once; both together within `timeout_s` seconds.
 
-        A tier has half a second to close even where nothing is left of that.
+        A tier has half a second to close even where nothing is left of that. False if it did not end in time.
         """
         deadline = time.monotonic() + timeout_s
         ended = [calls.close(deadline - time.monotonic()) for calls in (self._writes, self._reads)]
         self._end.submit(self._tier.close)
-        if not (self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)):
+        closed = self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)
+        if not closed:
             log.warning("tier %s did not end within the time given to close", self._tier.name)
+        return closed
 
     def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         answer = self._tier.contains(keys, self._timeout_s)

@@ -50,8 +50,10 @@ class HostTier:
             return [key in self._chunks for key in keys]
 
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
-        """Pin every chunk that is here, in the order of `keys`; `unpin` gives them back."""
+        """Pin every chunk that is here, in the order of `keys`; `unpin` ends it. None after `close`."""
         with self._lock:
+            if self._closed:
+                return [None] * len(keys)
             found = [self._chunks.get(key) for key in keys]
             # Deep chunks are of no use without those before them, so they are to go first.
             for key, chunk in zip(reversed(keys), reversed(found), strict=True):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -114,11 +115,16 @@ class StorageManager:
         )
 
     def batched_put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
-        """Make complete chunks visible and start copying them to the lower tiers; takes over their pages."""
-        for tier in self._tiers:
-            self._write_through(tier, keys, chunks)
-        self.host.insert(keys, chunks)
-        self._unclaim(keys)
+        """Make complete chunks visible and start copying them to the lower tiers; takes over their pages.
+
+        They are visible even if a tier raises, which is passed on.
+        """
+        try:
+            for tier in self._tiers:
+                self._write_through(tier, keys, chunks)
+        finally:
+            self.host.insert(keys, chunks)
+            self._unclaim(keys)
         self._grow_ahead(sum(len(chunk.pages) for chunk in chunks))
 
     def allocate(self, num_pages: int) -> Int64s | None:
@@ -133,14 +139,18 @@ class StorageManager:
         deadline = time.monotonic() + timeout_s
         return all(tier.wait_idle(deadline - time.monotonic()) for tier in self._tiers)
 
-    def close(self, timeout_s: float) -> None:
-        """End the background work and drop every chunk that is not pinned; `timeout_s` is for all tiers."""
+    def close(self, timeout_s: float) -> bool:
+        """End the background work and drop every chunk that is not pinned; `timeout_s` is for all tiers.
+
+        False if some of it did not end in time; another call waits for that.
+        """
         deadline = time.monotonic() + timeout_s
-        for tier in self._tiers:
-            tier.close(deadline - time.monotonic())
-        if not self._growth.close(deadline - time.monotonic()):
+        ended = [tier.close(deadline - time.monotonic()) for tier in self._tiers]
+        grown = self._growth.close(deadline - time.monotonic())
+        if not grown:
             log.warning("host memory was still being page-locked at the end of close")
         self.host.close()
+        return grown and all(ended)
 
     def _pages_beside(self, keys: Sequence[ChunkKey], num_chunks: int) -> Int64s:
         """Pages for up to `num_chunks` chunks, int64 (layers, chunks), none of them taken from `keys`."""
@@ -185,7 +195,11 @@ class StorageManager:
     def _write_through(self, tier: Guard, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
         pages = np.concatenate([chunk.pages for chunk in chunks])
         self._pool.share(pages)
-        tier.put(keys, chunks).add_done_callback(lambda _: self._pool.release(pages))
+        with ExitStack() as undo:
+            undo.callback(self._pool.release, pages)
+            put = tier.put(keys, chunks)
+            undo.pop_all()
+        put.add_done_callback(lambda _: self._pool.release(pages))
 
     def _lower_tiers(self, keys: Sequence[ChunkKey], in_host: Sequence[bool]) -> list[Guard | None]:
         found: list[Guard | None] = [None] * len(keys)

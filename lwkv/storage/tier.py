@@ -26,6 +26,9 @@ class Tier(Protocol):
     seconds; whoever waits has its own clock. Raising counts as ERROR for every key of the call: raise where
     the tier itself fails, so that it is left alone for a while. A chunk is present when its layer 0 is: the
     guard puts layer 0 last, a tier removes it first.
+
+    At the interpreter's exit the calls under way have five seconds to return, all tiers together: a thread
+    that is inside torch when the interpreter goes away can abort the process.
     """
 
     name: str

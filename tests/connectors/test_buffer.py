@@ -45,7 +45,8 @@ class Bench:
             self.connector.load_layer(load, layer, hold.host_pages(layer))
 
     def end(self, load: Any, hold: Any) -> None:
-        self.connector.end_load(load)()
+        self.connector.leave_load(load)
+        self.connector.end_load(load)
         hold.release()
 
     def run(self, work: Callable[[], object]) -> None:

@@ -1,0 +1,109 @@
+"""The thread on which batches end, once the device is past them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import TracebackType
+
+from lwkv.counters import Counters
+from lwkv.leaving import end_at_exit, waitable
+
+log = logging.getLogger(__name__)
+
+Job = Callable[[], object]
+
+
+class Completions:
+    """Runs jobs one after the other, on a thread that is there from the start.
+
+    `submit` may come from a finalizer on any thread, whatever locks that thread holds: it takes none. A job
+    that raises is counted as "transfer_errors".
+
+    Raises:
+        RuntimeError: the system has no more threads.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._jobs: SimpleQueue[tuple[Job, int]] = SimpleQueue()
+        self._expected: set[int] = set()
+        self._closing = self._leaving = False
+        self._ended = threading.Event()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="lwkv-completions", daemon=True)
+        self._thread.start()
+        end_at_exit(self)
+
+    def expect(self, batch: object) -> None:
+        """Stay until a job has been submitted for `batch`, even beyond `close`."""
+        self._expected.add(id(batch))
+
+    def submit(self, job: Job, batch: object = None) -> None:
+        """Queue a job, the last one for `batch`, which the job keeps alive."""
+        self._jobs.put((job, id(batch)))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until the jobs submitted so far have ended; False if that takes over `timeout_s` seconds."""
+        if self._process != os.getpid():
+            return self._jobs.empty()
+        passed = threading.Event()
+        self.submit(passed.set)
+        # Whoever finds the thread at its end may have come too late to be passed.
+        return self._ended.is_set() or passed.wait(waitable(timeout_s))
+
+    def close(self) -> None:
+        """Let the thread end once nothing is queued or expected; never blocks."""
+        self._closing = True
+        self._wake()
+
+    def leave(self) -> None:
+        """Let the thread end once nothing is queued."""
+        self._leaving = True
+        self._wake()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def _wake(self) -> None:
+        self.submit(lambda: None)
+
+    def _run(self) -> None:
+        # Each job in a call of its own: what it refers to does not live on while the thread waits.
+        while not self._may_end():
+            self._run_next()
+        self._ended.set()
+        while not self._jobs.empty():
+            self._run_next()
+
+    def _may_end(self) -> bool:
+        return self._jobs.empty() and (self._leaving or (self._closing and not self._expected))
+
+    def _run_next(self) -> None:
+        job, batch = self._jobs.get()
+        with _ErrorsTo(self._note):
+            job()
+        self._expected.discard(batch)
+
+    def _note(self, error: BaseException) -> None:
+        self._counters.add("transfer_errors")
+        log.error("a transfer did not end as it should: %s", repr(error))
+
+
+class _ErrorsTo:
+    """Hands an error to a function instead of the thread it happened in."""
+
+    def __init__(self, note: Callable[[BaseException], None]) -> None:
+        self._note = note
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self._note(error)
+        return True
