@@ -20,6 +20,8 @@ _NAMES: dict[Lane, str] = {
 }
 _LABEL: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
 _BAR = 0.28
+# The least width of a bar, of all the time that is shown: about two pixels.
+_LEAST = 0.0015
 
 
 def draw_timeline(spans: Iterable[Span], path: str | Path, title: str = "Compute, load and save") -> None:
@@ -35,7 +37,7 @@ def draw_timeline(spans: Iterable[Span], path: str | Path, title: str = "Compute
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("a picture needs matplotlib: pip install 'lwkv[demo]'") from error
+        raise RuntimeError("a picture needs matplotlib: pip install '.[demo]' in lwkv's folder") from error
     layers = sorted({span.layer for span in spans})
     origin = min(span.start for span in spans)
     heights = [2.4, 0.6 + 0.24 * len(layers)]
@@ -43,39 +45,56 @@ def draw_timeline(spans: Iterable[Span], path: str | Path, title: str = "Compute
     lanes, rows = figure.subplots(2, 1, sharex=True, height_ratios=heights)
     _draw_lanes(lanes, spans, origin)
     _draw_rows(rows, spans, layers, origin)
-    figure.suptitle(f"{title}\n{_load_summary(spans)}", fontsize=13)
+    figure.suptitle(f"{title}{_load_summary(spans)}", fontsize=13)
     figure.legend(*rows.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, format="png")
 
 
 def _load_summary(spans: Sequence[Span]) -> str:
+    if not any(span.lane == "load" for span in spans):
+        return ""
     hidden, exposed = hidden_and_exposed(spans)
-    return f"load time hidden behind compute {hidden * 1e3:.2f} ms, exposed {exposed * 1e3:.2f} ms"
+    return f"\nload time hidden behind compute {hidden * 1e3:.2f} ms, exposed {exposed * 1e3:.2f} ms"
 
 
-def _bars(spans: Iterable[Span], origin: float) -> list[tuple[float, float]]:
-    return [((span.start - origin) * 1e3, (span.end - span.start) * 1e3) for span in spans]
+def _lanes(spans: Sequence[Span]) -> list[Lane]:
+    there = {span.lane for span in spans}
+    return [lane for lane in LANES if lane in there]
+
+
+def _milliseconds(spans: Sequence[Span], origin: float) -> float:
+    return (max(span.end for span in spans) - origin) * 1e3
+
+
+def _bars(spans: Iterable[Span], origin: float, least: float) -> list[tuple[float, float]]:
+    """Start and width in ms; nothing is narrower than `least` ms, which can be seen."""
+    return [((span.start - origin) * 1e3, max(least, (span.end - span.start) * 1e3)) for span in spans]
 
 
 def _draw_lanes(axes: Axes, spans: Sequence[Span], origin: float) -> None:
-    readable = 0.012 * (max(span.end for span in spans) - origin) * 1e3
-    for row, lane in enumerate(LANES):
+    shown = _lanes(spans)
+    total = _milliseconds(spans, origin)
+    readable = 0.012 * total
+    for row, lane in enumerate(shown):
         mine = [span for span in spans if span.lane == lane]
-        bars = _bars(mine, origin)
-        axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=_COLOURS[lane], edgecolors="white", lw=0.6)
+        bars = _bars(mine, origin, _LEAST * total)
+        axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=_COLOURS[lane])
+        axes.vlines([start for start, _ in bars[1:]], row - 0.38, row + 0.38, colors="white", lw=0.4)
         for span, (start, width) in zip(mine, bars, strict=True):
             if width > readable:
                 axes.text(start + width / 2, row, str(span.layer), **_LABEL)
-    axes.set_yticks(range(len(LANES)), LANES)
-    axes.set_ylim(len(LANES) - 0.5, -0.5)
+    axes.set_yticks(range(len(shown)), shown)
+    axes.set_ylim(len(shown) - 0.5, -0.5)
     _tidy(axes)
 
 
 def _draw_rows(axes: Axes, spans: Sequence[Span], layers: Sequence[int], origin: float) -> None:
-    for offset, lane in zip((-_BAR, 0.0, _BAR), LANES, strict=True):
+    shown, least = _lanes(spans), _LEAST * _milliseconds(spans, origin)
+    for place, lane in enumerate(shown):
+        offset = (place - (len(shown) - 1) / 2) * _BAR
         label: str | None = _NAMES[lane]
         for row, layer in enumerate(layers):
-            bars = _bars((s for s in spans if s.lane == lane and s.layer == layer), origin)
+            bars = _bars((s for s in spans if s.lane == lane and s.layer == layer), origin, least)
             y = row + offset - _BAR / 2
             axes.broken_barh(bars, (y, _BAR), facecolors=_COLOURS[lane], label=label)
             label = None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from lwkv.picture import draw_timeline
 from lwkv.platforms.cpu import CPU
@@ -216,3 +217,30 @@ def test_a_picture_is_a_png_that_grows_with_the_layers(tmp_path: Path, num_layer
 def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no spans to draw"):
         draw_timeline([], tmp_path / "timeline.png")
+
+
+def drawn(spans: list[Span], path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    draw_timeline(spans, path, title="A title")
+    (figure,) = figures
+    return figure
+
+
+def test_a_picture_without_loads_says_nothing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = drawn([compute(0, 0, 1), Span("save", 0, 1, 2)], tmp_path / "p.png", monkeypatch)
+    assert figure.get_suptitle() == "A title"
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["compute", "save"]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["compute", "save (device to host)"]
+
+
+def test_bars_of_next_to_no_time_are_wide_enough_to_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = drawn([load(0, 0, 1e-9), compute(0, 1, 2)], tmp_path / "p.png", monkeypatch)
+    assert "load time hidden" in figure.get_suptitle()
+    for axes in figure.axes:
+        box = axes.collections[0].get_paths()[0].get_extents(axes.transData)
+        assert box.width >= 1.5
