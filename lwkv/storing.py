@@ -84,6 +84,9 @@ class BatchStoring:
         self._write = self._save = None
         if write is None:
             return
+        if not self._committed:
+            # The next store of these chunks need not wait for the end of this one.
+            write.give_up()
         failure = None
         try:
             if save is not None:

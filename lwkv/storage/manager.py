@@ -111,7 +111,8 @@ class StorageManager:
             num_tokens=[tokens[i] for i in wanted],
             pages=pages,
             put=self.batched_put,
-            drop=self._drop,
+            unclaim=self._unclaim,
+            release=self._pool.release,
         )
 
     def batched_put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
@@ -227,12 +228,8 @@ class StorageManager:
         return wanted
 
     def _unclaim(self, keys: Sequence[ChunkKey]) -> None:
-        with self._lock:
-            self._writing.difference_update(keys)
-
-    def _drop(self, keys: Sequence[ChunkKey], pages: Int64s) -> None:
-        self._pool.release(pages)
-        self._unclaim(keys)
+        # No lock: a finalizer may come here on any thread. One call of a set is one step.
+        self._writing.difference_update(keys)
 
 
 def _prefix_length(found: Iterable[bool]) -> int:

@@ -14,6 +14,8 @@ from lwkv.storage.host import Chunk
 class Write:
     """Pages taken for chunks that are not visible yet; ends with exactly one of `commit` and `abort`.
 
+    Nobody else writes the same chunks before that, or before `give_up`.
+
     `positions`, int64 (chunks,), says which of the keys asked for are written; `pages` is int64
     (layers, chunks), each layer's pages neighbours in memory where the pool had room for that.
     """
@@ -23,13 +25,22 @@ class Write:
     num_tokens: Sequence[int]
     pages: Int64s
     put: Callable[[Sequence[ChunkKey], Sequence[Chunk]], None]
-    drop: Callable[[Sequence[ChunkKey], Int64s], None]
+    unclaim: Callable[[Sequence[ChunkKey]], None]
+    release: Callable[[Int64s], None]
+    _given_up: bool = False
 
     def commit(self) -> None:
         """Make the chunks visible; every page must hold its bytes by now, host-side."""
         chunks = [Chunk(self.pages[:, i].copy(), count) for i, count in enumerate(self.num_tokens)]
         self.put(self.keys, chunks)
 
+    def give_up(self) -> None:
+        """Let others write the same chunks from here on; `abort` is still to come. Takes no lock."""
+        self._given_up = True
+        self.unclaim(self.keys)
+
     def abort(self) -> None:
         """Give the pages back; no device may be writing to them any more."""
-        self.drop(self.keys, self.pages.ravel())
+        self.release(self.pages.ravel())
+        if not self._given_up:
+            self.give_up()

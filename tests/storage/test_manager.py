@@ -173,6 +173,22 @@ def test_two_writers_of_one_chunk_write_it_once(rig: Rig) -> None:
     hold.release()
 
 
+def test_a_write_given_up_leaves_its_chunks_to_others_and_keeps_its_pages_until_it_is_aborted(
+    rig: Rig,
+) -> None:
+    first = rig.begin(1, 2)
+    assert first is not None
+    first.give_up()
+    assert rig.pool.references == 2 * NUM_LAYERS
+    second = rig.begin(1, 2)
+    assert second is not None
+    first.abort()
+    assert (rig.pool.references, rig.manager.writes_in_flight) == (2 * NUM_LAYERS, 2)
+    assert rig.begin(1, 2) is None
+    second.commit()
+    assert rig.lookup(1, 2) == 2
+
+
 def test_a_chunk_named_twice_is_written_once(rig: Rig) -> None:
     write = rig.begin(1, 2, 1)
     assert write is not None
