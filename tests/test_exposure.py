@@ -16,13 +16,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import Dims, Oracle, require_rest, run_slots
-from virtual_clock import VirtualClock
+from virtual_clock import VirtualClock, VirtualStream
 
 from lwkv.config import Config
 from lwkv.connectors import PagedConnector
 from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine, Request
-from lwkv.platforms import CopyBatch
 from lwkv.steps import LayerSteps
 from lwkv.timeline import LoadTimes, Timeline, hidden_and_exposed
 
@@ -39,9 +38,10 @@ class Run:
 
     def __init__(self, copies: Sequence[int], computes: Sequence[int], lookahead: int) -> None:
         self.computes = computes
-        self._left: Iterator[float] = iter(())
-        self.clock = VirtualClock(self._take, self._take_saved)
-        self._copies, self._saves = copies, 0
+        self.clock = VirtualClock(self._load_cost, self._save_cost)
+        self._copies = copies
+        self._lanes: dict[str, VirtualStream] = {}
+        self._left: dict[str, Iterator[int]] = {}
         self.compute = self.clock.new_stream(HOST)
         self.oracle = Oracle(self.clock, HOST, dims=Dims(layers=len(copies), blocks=32))
         with self.clock.use_stream(self.compute):
@@ -95,14 +95,18 @@ class Run:
             self.clock.synchronize_stream(stream)
         for stream in streams:
             self.clock.work(0.0, stream)
-        self._left, self._saves = iter(self._copies), 0
+        self._lanes = {"load": lanes[0].copies, "save": lanes[1].copies}
+        self._left = {direction: iter(self._copies) for direction in self._lanes}
 
-    def _take(self, batch: CopyBatch) -> float:
-        return next(self._left)
+    def _load_cost(self, stream: VirtualStream) -> float:
+        return self._cost("load", stream)
 
-    def _take_saved(self, batch: CopyBatch) -> float:
-        self._saves += 1
-        return self._copies[(self._saves - 1) % len(self._copies)]
+    def _save_cost(self, stream: VirtualStream) -> float:
+        return self._cost("save", stream)
+
+    def _cost(self, direction: str, stream: VirtualStream) -> float:
+        """The next layer's, once the step has begun; small tables, on other streams, take no time."""
+        return next(self._left[direction]) if stream is self._lanes.get(direction) else 0.0
 
 
 @contextmanager

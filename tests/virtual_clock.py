@@ -17,7 +17,7 @@ from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
 from lwkv.platforms.cpu_stream import InlineStream
 
-Cost = Callable[[CopyBatch], float]
+Cost = Callable[["VirtualStream"], float]
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class HostTime(threading.local):
 
 
 class VirtualClock(CPU):
-    """See above. `load_cost` and `save_cost` tell the seconds a batch takes; kernels take none."""
+    """See above. `load_cost` and `save_cost` tell how long a stream's next batch takes; kernels take no time."""
 
     def __init__(self, load_cost: Cost, save_cost: Cost) -> None:
         super().__init__()
@@ -102,11 +102,11 @@ class VirtualClock(CPU):
         super().copy_async(dst, src, self._at_once)
 
     def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: VirtualStream) -> None:
-        self.work(self._load_cost(batch), stream)
+        self.work(self._load_cost(stream), stream)
         super().load_batch(buffer, batch, self._at_once)
 
     def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: VirtualStream) -> None:
-        self.work(self._save_cost(batch), stream)
+        self.work(self._save_cost(stream), stream)
         super().save_batch(buffer, batch, self._at_once)
 
     @staticmethod
