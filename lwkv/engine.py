@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any, cast
 
@@ -29,6 +28,7 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.request import CheckedRequest, Chunking, Request, as_salts, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval, LoadSettings
+from lwkv.seen_caches import SeenCaches
 from lwkv.storage import StorageManager, Tier
 from lwkv.storing import BatchStoring
 from lwkv.timeline import Timeline
@@ -50,7 +50,8 @@ class CacheEngine:
         timeline: records loads and saves; None for not at all.
 
     Raises:
-        ConfigError: settings that cannot work for these caches, such as a tier that does not exist.
+        ConfigError: settings that cannot work for these caches, such as a tier that does not exist or a dtype
+            that `metadata` names and no cache has; a connector that serves another engine.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class CacheEngine:
         self.connector = connector
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
         self._namespace = make_namespace(
-            _as_registered(metadata, connector), config.chunk_size, connector.page_format
+            metadata.as_registered([layer.dtype for layer in connector.layers]),
+            config.chunk_size,
+            connector.page_format,
+            [layer.name for layer in connector.layers],
         )
         self._memo = KeyMemo(self._make_keys)
         self._counters = Counters()
@@ -79,7 +83,7 @@ class CacheEngine:
             self._pool, connector.num_layers, tiers, config.load_timeout_s, self._counters
         )
         self._settings = LoadSettings(config.lookahead_layers, config.prefetch_layers, config.load_timeout_s)
-        self._seen_caches: Registration | None = None
+        self._seen_caches = SeenCaches()
         self._closed = False
         self._ended = False
         connector.start(self._pool, timeline)
@@ -135,10 +139,10 @@ class CacheEngine:
         """Load what is cached of one request, in num_layers + 2 steps on every path.
 
         Step 1 yields the number of tokens that will be loaded. Step i + 2 queues layer i, if it is there, and
-        makes the current stream wait for layer i - 1, if `sync`; the host blocks for slow tiers only there and
-        in the last step. That yields bool (tokens,) on the host, True for the tokens really retrieved; the
-        current stream waits for the last layer by then, and nothing is held any more. Closing the generator
-        early is safe. What fails is a miss, never an exception.
+        makes the current stream wait for layer i - 1, if `sync`; only there, and in the last step, the host
+        blocks for slow tiers. The last yields bool (tokens,) on the host, True for the tokens really
+        retrieved; the current stream waits for the last layer by then, and nothing is held any more. Closing
+        the generator early is safe. What fails is a miss, never an exception.
 
         Layers are counted as they are moved: entries that share their KV are one, and `connector.layer_of`
         has the number of each entry. LayerSteps takes the engine's own names and positions.
@@ -148,7 +152,8 @@ class CacheEngine:
             kvcaches: the registered caches, for callers that pass them each time.
 
         Raises (at the call):
-            RequestError: arguments that do not fit. ClosedError: the engine is closed.
+            RequestError: arguments that do not fit. LayoutError: other caches than were registered.
+            ClosedError: the engine is closed.
         """
         requests = self._check(check_loads, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
         return retrieve_steps(self._retrieval(requests), sync, itemgetter(0))
@@ -283,9 +288,9 @@ class CacheEngine:
         kvcaches: Registration | None = None,
     ) -> list[CheckedRequest]:
         self._require_open()
-        if kvcaches is not None and kvcaches is not self._seen_caches:
+        if kvcaches is not None and not self._seen_caches.has(kvcaches):
             self.connector.register(kvcaches)
-            self._seen_caches = kvcaches
+            self._seen_caches.remember(kvcaches)
         return check(requests, self.connector.num_slots, self._chunking)
 
     def _request_keys(self, request: CheckedRequest) -> list[ChunkKey]:
@@ -308,11 +313,6 @@ class CacheEngine:
             f"{self.connector.name} connector, {self.connector.kernels.name} kernels, "
             f"{self.num_layers} layers, at most {self._pool.max_pages} pages of {self.connector.page_bytes} B"
         )
-
-
-def _as_registered(metadata: CacheMetadata, connector: PagedConnector) -> CacheMetadata:
-    """The metadata with what the engine really registered in place of what the model's config says."""
-    return replace(metadata, num_layers=connector.num_layers, kv_dtype=metadata.kv_dtype or connector.dtype)
 
 
 def _refuse_missing_tiers(config: Config, tiers: Sequence[Tier]) -> None:

@@ -79,6 +79,11 @@ class HostPool:
         self._closed = False
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called; transfers may still be in flight."""
+        return self._closed
+
+    @property
     def num_pages(self) -> int:
         """Pages that exist now."""
         return self._num_pages

@@ -188,14 +188,25 @@ class Oracle:
     @property
     def kvcaches(self) -> Any:
         registered = [views[0] for views in self._actual]
-        return registered if self.form.engine == "sglang" else {f"l.{i}": t for i, t in enumerate(registered)}
+        return (
+            registered
+            if self.form.engine == "sglang"
+            else {f"layer_{i}": t for i, t in enumerate(registered)}
+        )
 
     @property
     def metadata(self) -> CacheMetadata:
         dims = self.dims
         heads = 1 if self.form.mla else dims.heads
         return CacheMetadata(
-            "toy", dims.layers, heads, dims.head_size, dims.dtype, use_mla=self.form.mla, rope="theta 10000"
+            "toy",
+            dims.layers,
+            heads,
+            dims.head_size,
+            dims.dtype,
+            kv_dtype=dims.dtype,
+            use_mla=self.form.mla,
+            rope="theta 10000",
         )
 
     @property

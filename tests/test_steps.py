@@ -326,7 +326,7 @@ def test_a_layer_that_was_not_registered_is_passed_over_with_one_line(
         hook(layer)
     (line,) = caplog.messages
     assert f"no layer {layer!r} is registered" in line
-    assert "'l.0', or a position from 0 to 2" in line
+    assert "'layer_0', or a position from 0 to 2" in line
     run.forward()
     run.require(run.steps.wait_for_save(), loaded=True, stored=True)
 

@@ -18,7 +18,7 @@ from lwkv.connectors.loader import Load, Loader
 from lwkv.connectors.plan import Cut, FullRows, Plan, Slice, page_shape
 from lwkv.connectors.saver import Save, Saver
 from lwkv.connectors.upload import Table, Uploads
-from lwkv.errors import LayoutError
+from lwkv.errors import ConfigError, LayoutError
 from lwkv.kernels import Kernels, choose_kernels
 from lwkv.layout import KVSpec, describe_layers
 from lwkv.paged_layer import PagedLayer
@@ -68,6 +68,7 @@ class PagedConnector:
         self._layout = layout
         self._opaque_tag = opaque_tag
         self._lock = threading.Lock()
+        self._pool: HostPool | None = None
 
     @property
     def num_layers(self) -> int:
@@ -85,7 +86,7 @@ class PagedConnector:
     @property
     def page_format(self) -> str:
         """What the bytes of the pages are, layer by layer: part of every key."""
-        kinds = [f"{layer.page_format}:{layer.parts}x{layer.row_bytes}" for layer in self.layers]
+        kinds = [_page_kind(layer) for layer in self.layers]
         return ",".join(f"{kind}*{len(list(same))}" for kind, same in groupby(kinds))
 
     @property
@@ -98,15 +99,12 @@ class PagedConnector:
         """Tokens that can only be moved together: 1, or a block where blocks are opaque."""
         return max(layer.tokens_per_row for layer in self.layers)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers[0].dtype
-
     def register(self, kvcaches: Registration) -> None:
         """Describe what the engine registers; the same tensors again are fine.
 
         Raises:
-            LayoutError: as `describe_layers`; other tensors than before; tensors of another device type.
+            LayoutError: as `describe_layers`; other memory than before, or the same seen in another way;
+                tensors of another device type.
         """
         layers = describe_layers(kvcaches, self._spec, self._layout, self._opaque_tag)
         if layers[0].device.type != self.platform.device_type:
@@ -114,17 +112,24 @@ class PagedConnector:
                 f"layer {layers[0].name!r} is on {layers[0].device}, the platform is {self.platform.name!r}: "
                 "leave the platform to be detected, or name the one that the caches are on"
             )
-        if self.layers and [layer.k.data_ptr() for layer in layers] != self._addresses():
+        if self.layers and list(map(_memory, layers)) != list(map(_memory, self.layers)):
             raise LayoutError("other KV caches were registered before: make an engine for each set of caches")
         if not self.layers:
             self.layers, self.layer_of = layers, number_layers(kvcaches)
 
     def start(self, pool: HostPool, timeline: Timeline | None = None) -> None:
-        """Take streams and staging memory; `pool` is where pages will be, as large as `page_bytes`."""
+        """Take streams and staging memory; `pool` is where pages will be, as large as `page_bytes`.
+
+        Raises:
+            ConfigError: the pool of an earlier start is not closed; more staging than the device has memory.
+        """
+        if self._pool is not None and not self._pool.closed:
+            raise ConfigError(
+                "this connector belongs to an engine that is not closed: close that first, "
+                "or make a connector for each engine"
+            )
         timeline = timeline or Timeline(self.platform, self.device, on=False)
-        buffers = self._config.staging_buffers
-        buffer_bytes = max(self.page_bytes, self._config.staging_bytes // (2 * buffers))
-        buffer_bytes = -(-buffer_bytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+        buffers, buffer_bytes = self._config.staging_buffers, self._buffer_bytes()
         self._cut = self._make_cut(buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
         self.kernels: Kernels = choose_kernels(self.platform)
@@ -190,6 +195,19 @@ class PagedConnector:
         """Block until all bytes of a batch that was left are in its host pages."""
         self._saver.end()
 
+    def _buffer_bytes(self) -> int:
+        buffers = 2 * self._config.staging_buffers  # for loads and for saves
+        size = max(self.page_bytes, self._config.staging_bytes // buffers)
+        size = -(-size // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
+        _, total = self.platform.mem_info(self.device) or (0, buffers * size)
+        if buffers * size > total:
+            raise ConfigError(
+                f"extra_config.staging_bytes={self._config.staging_bytes}, pages of {self.page_bytes} bytes: "
+                f"that is {buffers} staging buffers of {size} bytes, but the device has {total}; "
+                "lower staging_bytes, staging_buffers or chunk_size"
+            )
+        return size
+
     def _make_cut(self, chunks_per_slice: int) -> Cut:
         chunk_size = self._config.chunk_size
         shapes = {page_shape(layer, chunk_size) for layer in self.layers}
@@ -200,10 +218,19 @@ class PagedConnector:
         return Uploads(self.platform, self.device, stream, self._spare)
 
     def _plan(self, transfer: Transfer, uploads: Uploads) -> Plan:
+        assert self._pool is not None, "start comes before a transfer"
         return Plan(transfer, uploads, self._pool, self._cut)
 
     def _write(self, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
         self.kernels.scatter(target, staging, part.rows)
 
-    def _addresses(self) -> list[int]:
-        return [layer.k.data_ptr() for layer in self.layers]
+
+def _page_kind(layer: PagedLayer) -> str:
+    dtype = str(layer.dtype).removeprefix("torch.")
+    return f"{layer.page_format}:{dtype}:{layer.parts}x{layer.row_bytes}"
+
+
+def _memory(layer: PagedLayer) -> object:
+    """Equal for layers that are the same elements at the same addresses."""
+    views = [layer.k] if layer.v is None else [layer.k, layer.v]
+    return layer.dtype, [(view.data_ptr(), view.shape, view.stride()) for view in views]

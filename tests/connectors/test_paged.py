@@ -15,7 +15,7 @@ from oracle import FORMS, Dims, MemoryTier, Oracle, held_completions, require_re
 
 from lwkv.config import Config
 from lwkv.engine import CacheEngine
-from lwkv.errors import LayoutError
+from lwkv.errors import ConfigError, LayoutError
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status
@@ -122,7 +122,7 @@ def test_where_sizes_coincide_the_layout_must_be_declared(
     form, dims = FORMS[layout], Dims(blocks=16, block_size=2, heads=2)
     monkeypatch.setitem(FORMS, "undeclared", replace(form, hints={}))
     monkeypatch.setitem(FORMS, "declared", replace(form, hints={"layout": layout}))
-    with pytest.raises(LayoutError, match=r"'l\.0'.* can be any of .*declare which"):
+    with pytest.raises(LayoutError, match=r"'layer_0'.* can be any of .*declare which"):
         Oracle(platform, device, "undeclared", dims).engine(8)
     oracle = Oracle(platform, device, "declared", dims)
     with oracle.engine(8) as engine:
@@ -139,7 +139,7 @@ def test_layers_may_have_rows_of_different_sizes(platform: Platform, device: tor
     caches = {
         f"l.{i}": t.to(device).view(dtype) for i, (t, dtype) in enumerate(zip(wanted, dtypes, strict=True))
     }
-    metadata = CacheMetadata("mixed", len(dtypes), 2, 3, torch.float32)
+    metadata = CacheMetadata("mixed", len(dtypes), 2, 3, torch.float32, kv_dtype=torch.float8_e5m2)
     config = Config(chunk_size=8, max_local_cpu_size=2**-8, extra_config={"staging_bytes": 1})
     slots, into = np.arange(16), np.arange(20, 36)
     with CacheEngine.create(config, metadata, caches, "vllm", {"block_size": 4}, platform) as engine:
@@ -166,6 +166,57 @@ def test_what_opaque_blocks_hold_is_for_the_same_layout_only(make_oracle: Any) -
 def test_opaque_blocks_need_chunks_of_whole_blocks(make_oracle: Any) -> None:
     with pytest.raises(ValueError, match="chunk_size must be a multiple of that, got 6"):
         make_oracle("opaque").engine(6)
+
+
+def test_other_caches_than_were_registered_are_refused(make_oracle: Any) -> None:
+    tokens = list(range(8))
+    oracle: Oracle = make_oracle("sglang_kv", block_size=1)
+    with oracle.engine(8) as engine:
+        engine.store(tokens, slot_mapping=tokens, kvcaches=oracle.kvcaches)
+        pairs = oracle.kvcaches
+        given = list(pairs)
+        given[-1] = [pairs[-1][0], pairs[-1][1].clone()]
+        for caches in (given, pairs[:-1], pairs[::-1]):
+            with pytest.raises(LayoutError, match="other KV caches were registered"):
+                engine.retrieve_layer(tokens, slot_mapping=tokens, kvcaches=caches)
+        same = pairs[:-1]
+        same.append([pairs[-1][0].detach(), pairs[-1][1]])
+        assert engine.retrieve(tokens, slot_mapping=tokens, kvcaches=same) is not None
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param(lambda t: t.view(t.shape[1], 2, *t.shape[2:]), id="strides"),
+        pytest.param(lambda t: t.view(torch.float16), id="dtype"),
+        pytest.param(lambda t: t[:, :-1], id="shape"),
+    ],
+)
+def test_the_same_memory_seen_in_another_way_is_refused(make_oracle: Any, seen: Any) -> None:
+    oracle: Oracle = make_oracle("vllm_2bnhd", dtype=torch.bfloat16)
+    with oracle.engine(8) as engine:
+        others = {name: seen(t) for name, t in oracle.kvcaches.items()}
+        with pytest.raises(LayoutError, match="other KV caches were registered"):
+            engine.store_layer([1], slot_mapping=[1], kvcaches=others)
+
+
+def test_a_connector_serves_one_engine_at_a_time(make_oracle: Any) -> None:
+    oracle: Oracle = make_oracle("vllm_2bnhd")
+    with oracle.engine(8) as engine:
+        store(oracle, engine, list(range(8)), run_slots(0, 8))
+        with pytest.raises(ConfigError, match="belongs to an engine that is not closed"):
+            CacheEngine(engine.config, oracle.metadata, engine.connector)
+        assert engine.retrieve(list(range(8)), slot_mapping=run_slots(8, 8)).all()
+        oracle.expect(list(range(8)), run_slots(8, 8))
+        oracle.check()
+    with CacheEngine(engine.config, oracle.metadata, engine.connector) as again:
+        store(oracle, again, list(range(8)), run_slots(0, 8))
+        assert again.lookup(list(range(8))) == 8
+
+
+def test_more_staging_than_the_device_has_is_refused(make_oracle: Any) -> None:
+    with pytest.raises(ConfigError, match=r"staging_bytes=4611686018427387904, .* but the device has \d+"):
+        make_oracle("vllm_2bnhd").engine(8, staging_bytes=2**62)
 
 
 def test_a_load_keeps_its_tables_until_no_stream_reads_them(
