@@ -41,7 +41,7 @@ class HostTime(threading.local):
 
 
 class VirtualClock(CPU):
-    """See above. `load_cost` and `save_cost` tell how long a stream's next batch takes; kernels take no time."""
+    """See above. `load_cost` and `save_cost` tell how long a stream's next batch takes; kernels none."""
 
     def __init__(self, load_cost: Cost, save_cost: Cost) -> None:
         super().__init__()
