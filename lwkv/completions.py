@@ -23,12 +23,16 @@ class Completions:
     `submit` may come from a finalizer on any thread, whatever locks that thread holds: it takes none. A job
     that raises is counted as "transfer_errors".
 
+    Args:
+        on_start: what the thread does before all else.
+
     Raises:
         RuntimeError: the system has no more threads.
     """
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, on_start: Job | None = None) -> None:
         self._counters = counters
+        self._on_start = on_start
         self._jobs: SimpleQueue[tuple[Job, int]] = SimpleQueue()
         self._expected: set[int] = set()
         self._closing = self._leaving = False
@@ -72,6 +76,9 @@ class Completions:
         self.submit(lambda: None)
 
     def _run(self) -> None:
+        if self._on_start is not None:
+            with _ErrorsTo(self._note):
+                self._on_start()
         # Each job in a call of its own: what it refers to does not live on while the thread waits.
         while not self._may_end():
             self._run_next()

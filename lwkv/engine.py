@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
@@ -79,15 +80,22 @@ class CacheEngine:
             connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, self._counters
         )
         self._pool.reserve(config.reserve_bytes)
+        # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
+        use_device = partial(connector.platform.set_device, connector.device)
         self._storage = StorageManager(
-            self._pool, connector.num_layers, tiers, config.load_timeout_s, self._counters
+            self._pool,
+            connector.num_layers,
+            tiers,
+            config.load_timeout_s,
+            self._counters,
+            use_device=use_device,
         )
         self._settings = LoadSettings(config.lookahead_layers, config.prefetch_layers, config.load_timeout_s)
         self._seen_caches = SeenCaches()
         self._closed = False
         self._ended = False
         connector.start(self._pool, timeline)
-        self._completions = Completions(self._counters)
+        self._completions = Completions(self._counters, use_device)
         weakref.finalize(self, self._completions.close).atexit = False
         log.info("%s", self._describe())
         if unused := without_effect(config):
@@ -241,6 +249,8 @@ class CacheEngine:
         What takes over `timeout_s` is given back when it ends, which another call waits for; what generators
         that are still open hold, when they end.
         """
+        if not self._closed:
+            self._completions.submit(self.connector.stop)
         self._closed = True
         if self._ended:
             return

@@ -23,11 +23,15 @@ class Workers:
 
     Threads start with the first jobs. A child process has none of them: nothing runs there, and nothing is
     waited for. Thread-safe.
+
+    Args:
+        on_start: each thread calls it before its first job, whose future has the error if it raises.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, on_start: Callable[[], object] | None = None) -> None:
         self._name = name
         self._count = count
+        self._on_start = on_start
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._threads: list[threading.Thread] = []
         self._running = 0
@@ -115,10 +119,11 @@ class Workers:
 
     def _work(self) -> None:
         # Each job in a call of its own: what it refers to does not live on while the thread waits.
-        while self._run_next():
-            pass
+        on_start = self._on_start
+        while self._run_next(on_start):
+            on_start = None
 
-    def _run_next(self) -> bool:
+    def _run_next(self, on_start: Callable[[], object] | None) -> bool:
         with self._lock:
             self._ready.wait_for(lambda: self._jobs or self._closed)
             if not self._jobs:
@@ -127,6 +132,8 @@ class Workers:
             self._running += 1
         if future.set_running_or_notify_cancel():
             with _ErrorsTo(future):
+                if on_start is not None:
+                    on_start()
                 future.set_result(job())
         with self._lock:
             self._running -= 1

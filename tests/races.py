@@ -158,6 +158,15 @@ class WatchedKernels(TorchKernels):
         self._races.note(reads=[*cached, *_tables(rows)], writes=staged)
         super().gather(layer, staging, rows)
 
+    def scatter_rotated(
+        self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> None:
+        staged, cached = self._spans(layer, staging, rows)
+        tables = [*_tables(rows), *(tensor_span(table) for table in (cos, sin) if table.numel())]
+        self._races.keep(cos, sin)
+        self._races.note(reads=[*staged, *tables], writes=cached)
+        super().scatter_rotated(layer, staging, rows, cos, sin, interleaved)
+
     def _spans(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> tuple[Spans, Spans]:
         self._races.keep(layer.k, layer.v, staging)
         size, start = layer.row_bytes, staging.data_ptr()

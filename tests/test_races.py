@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import Dims, MemoryTier, held_completions, require_rest, run_slots
 from races import Races, WatchedKernels, WatchedOracle
 
-from lwkv.connectors import paged
+from lwkv.connectors import Rope, paged
 from lwkv.engine import CacheEngine
 from lwkv.storage import Status
+from lwkv.transfer import Transfer
 
 HOST = torch.device("cpu")
 CHUNK = 8
@@ -58,6 +60,19 @@ class Traffic:
         steps.close()
         self.oracle.expect(tokens, slots)
         self.oracle.read(tokens, slots, LAYERS - 1)
+
+    def load_turned(self, tokens: list[int], slots: list[int]) -> None:
+        """Through the buffer, with every key moved to another position."""
+        hold = self.engine._storage.hold(self.engine._keys(np.array(tokens), ()), [CHUNK] * 3)
+        moved = Transfer(np.full(3, CHUNK), np.array(slots))
+        load = self.connector.begin_load(moved, shift=np.repeat([5, 0, -9], CHUNK))
+        for layer in range(LAYERS):
+            self.connector.load_layer(load, layer, hold.host_pages(layer))
+            self.connector.wait_layer(load, layer)
+            self.oracle.read(tokens, slots, layer)
+        self.connector.leave_load(load)
+        self.connector.end_load(load)
+        hold.release()
 
     def close_early(self, tokens: list[int], slots: list[int], taken: int) -> None:
         steps = self.engine.retrieve_layer(tokens, slot_mapping=slots)
@@ -139,6 +154,21 @@ def test_loads_that_lose_chunks_on_the_way_are_in_order(
         traffic.oracle.compute(THREE, slots)
     require_rest(traffic.engine)
     assert races.find() is None
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["in order", "one wait removed"])
+def test_keys_turned_on_the_way_are_in_order(
+    races: Races, start: Callable[..., Traffic], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = start(buffered=True, lookahead=0)
+    traffic.connector.set_rope(Rope((0.5,)))
+    if not kept:
+        monkeypatch.setattr(traffic.connector, "_wait_for_buffer", lambda *_: None)
+    traffic.save(ONE, HERE)
+    assert traffic.engine.flush()
+    traffic.load_turned(ONE, THERE)
+    races.synchronize_device(HOST)
+    assert ("nothing orders" in str(races.find())) is not kept
 
 
 REMOVED: dict[str, Callable[[Any], tuple[Any, str]]] = {

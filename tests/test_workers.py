@@ -38,6 +38,27 @@ def hang(workers: Workers, gate: threading.Event) -> Future[bool]:
     return future
 
 
+def test_every_thread_prepares_itself_before_its_first_job(gate: threading.Event) -> None:
+    prepared: list[str] = []
+    workers = Workers("prepared", 2, lambda: prepared.append(threading.current_thread().name))
+    hang(workers, gate)
+    assert workers.submit(lambda: list(prepared)).result(LONG_S) == ["lwkv-prepared-0", "lwkv-prepared-1"]
+    gate.set()
+    assert workers.submit(lambda: len(prepared)).result(LONG_S) == 2
+    workers.close(LONG_S)
+
+
+def test_a_thread_that_cannot_prepare_itself_says_so_with_its_first_job() -> None:
+    def fail() -> None:
+        raise RuntimeError("no such device")
+
+    workers = Workers("unprepared", 1, fail)
+    with pytest.raises(RuntimeError, match="no such device"):
+        workers.submit(lambda: None).result(LONG_S)
+    assert workers.submit(lambda: 3).result(LONG_S) == 3
+    workers.close(LONG_S)
+
+
 def test_a_future_has_what_its_job_returned_or_raised() -> None:
     workers = Workers("results", 2)
     error = KeyError("k")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from types import UnionType
-from typing import TypedDict
 
 from lwkv.config import Config
 from lwkv.connectors.buffer import BufferConnector
+from lwkv.connectors.hints import LayoutHints, check_hints
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
@@ -16,21 +15,7 @@ from lwkv.layout import KVSpec
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform, detect_platform, platforms_with
 
-__all__ = ["BufferConnector", "CreateGPUConnector", "PagedConnector", "Rope"]
-
-ENGINES = ("vllm", "sglang")
-
-
-class LayoutHints(TypedDict, total=False):
-    """What a registered tensor's shape cannot say; see `lwkv.layout.describe_layers`.
-
-    `block_size`: tokens of a block, required for vllm, 1 for sglang unless given. `layout`: a name of
-    LAYOUTS, or "opaque" together with `opaque_tag`.
-    """
-
-    block_size: int
-    layout: str
-    opaque_tag: str
+__all__ = ["BufferConnector", "CreateGPUConnector", "LayoutHints", "PagedConnector", "Rope"]
 
 
 def CreateGPUConnector(
@@ -43,7 +28,7 @@ def CreateGPUConnector(
     """Make the connector that `config` asks for; it is the same for every platform that can do it.
 
     Args:
-        metadata: heads and head size of the caches that will be registered.
+        metadata: heads and head size of the caches that will be registered, unless the hints have `specs`.
         engine: "vllm" or "sglang"; they differ in their layouts only.
         layout_hints: see LayoutHints.
         platform: a name, a platform, or None to detect it.
@@ -63,8 +48,10 @@ def CreateGPUConnector(
     _require_type("layout_hints", layout_hints, Mapping | None, '{"block_size": 16}')
     chosen = _open(platform)
     _require_features(config, chosen)
-    hints = _check_hints(engine, layout_hints or {})
-    spec = KVSpec(metadata.num_kv_heads, metadata.head_size, hints["block_size"], metadata.use_mla)
+    hints = check_hints(engine, layout_hints or {})
+    spec = hints.get("specs") or KVSpec(
+        metadata.num_kv_heads, metadata.head_size, hints["block_size"], metadata.use_mla
+    )
     kind = BufferConnector if config.enable_blending else PagedConnector
     return kind(config, chosen, spec, hints.get("layout"), hints.get("opaque_tag"))
 
@@ -89,21 +76,3 @@ def _require_features(config: Config, platform: Platform) -> None:
                 f"{flag} is not supported on platform {platform.name!r}, only on {', '.join(others)}: "
                 f"set {flag} to false, or run there"
             )
-
-
-def _check_hints(engine: str, hints: LayoutHints) -> LayoutHints:
-    if engine not in ENGINES:
-        raise ConfigError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
-    for name, value in hints.items():
-        if name not in LayoutHints.__annotations__:
-            near = get_close_matches(name, LayoutHints.__annotations__, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            names = ", ".join(LayoutHints.__annotations__)
-            raise ConfigError(f"no layout hint {name!r}; there are {names}{hint}")
-        kind = int if name == "block_size" else str
-        if type(value) is not kind:
-            words = "a whole number" if kind is int else "text"
-            raise ConfigError(f"layout_hints[{name!r}] is {value!r}; it must be {words}")
-    if engine == "vllm" and "block_size" not in hints:
-        raise ConfigError('layout_hints["block_size"] is missing: give the tokens of a block of the caches')
-    return {"block_size": 1, **hints}

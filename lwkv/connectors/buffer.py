@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lwkv.connectors.buffered_load import BufferedLoad, as_buffered
+from lwkv.connectors.buffers import memory_of, new_buffer
+from lwkv.connectors.caches import Registration
 from lwkv.connectors.loader import Load
-from lwkv.connectors.paged import PagedConnector, Registration
+from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.plan import Plan, Slice
 from lwkv.connectors.rope import Rope, Turn
 from lwkv.errors import LayoutError, RequestError
 from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT, Transfer
-
-
-@dataclass(slots=True, eq=False)
-class BufferedLoad(Load):
-    """A load into the buffer. Layer i is in `buffers[i % len(buffers)]`.
-
-    Attributes:
-        buffers: each [1, rows, heads, width] in K and V, one row for every token that is moved.
-        rows_of: int64 (tokens,), the buffer row of each token of the plan's transfer, NO_SLOT for none.
-        places: the same for the moved tokens only, on the device.
-        filled: for each queued layer, the plan and the places it was queued with: they are on the device by
-            the time the layer is, whatever has been dropped since.
-        num_flushed: layers that have been waited for and flushed.
-        user: the stream that was last given the buffer to work on, or flushed it.
-    """
-
-    buffers: Sequence[PagedLayer] = ()
-    rows_of: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
-    places: torch.Tensor | None = None
-    turn: Turn | None = None
-    filled: list[tuple[Plan, torch.Tensor | None]] = field(default_factory=list)
-    num_flushed: int = 0
-    user: Stream = None
 
 
 class BufferConnector(PagedConnector):
@@ -76,8 +53,18 @@ class BufferConnector(PagedConnector):
                 )
 
     def set_rope(self, rope: Rope) -> None:
-        """Say how the model turns its keys; needed before a load that moves keys to other positions."""
+        """Say how the model turns its keys; needed before a load that moves keys to other positions.
+
+        For after `register`. After `start` it compiles the kernel that turns keys, for about a second.
+
+        Raises:
+            LayoutError: caches whose keys cannot be turned: MLA, where what is turned is not at the front of
+                the row; a dtype that is no float; heads of fewer elements than the rope turns.
+        """
+        rope.check(self.layers[0])
         self._rope = rope
+        if self._running:
+            self._compile_turn(rope)
 
     def begin_load(
         self, transfer: Transfer, pages: Int64s | None = None, shift: Int64s | None = None
@@ -94,35 +81,36 @@ class BufferConnector(PagedConnector):
         turn = None if shift is None else self._turn(load.plan, shift, moved)
         places = _send_places(load.plan, rows_of)
         return BufferedLoad(
+            load.loader,
             load.plan,
             load.arrived,
             load.fetched,
             load.recordings,
             load.stream,
             buffers=self._new_buffers(num_rows),
+            num_rows=num_rows,
             rows_of=rows_of,
             places=places,
             turn=turn,
         )
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
-        load = _buffered(load)
-        target = load.buffers[layer % len(load.buffers)]
+        load = as_buffered(load)
+        target = load.buffer(layer)
         if layer >= len(load.buffers):
             self.wait_layer(load, layer - len(load.buffers))
             self._wait_for_buffer(load)
-        with self._lock:
-            self._loader.queue(load, layer, target, pages, partial(self._fill, load.places, load.turn))
+        load.loader.queue(load, layer, target, pages, partial(self._fill, load.places, load.turn))
         load.filled.append((load.plan, load.places))
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
-        load = _buffered(load)
+        load = as_buffered(load)
         load.rows_of = load.rows_of[np.repeat(kept, load.plan.transfer.chunk_tokens)]
         super().drop_chunks(load, kept)
         load.places = _send_places(load.plan, load.rows_of)
 
     def wait_layer(self, load: Load, layer: int) -> None:
-        load = _buffered(load)
+        load = as_buffered(load)
         for arrived in range(load.num_flushed, layer + 1):
             super().wait_layer(load, arrived)
             self.flush(load, arrived)
@@ -133,16 +121,16 @@ class BufferConnector(PagedConnector):
 
         They are the buffer itself, for the current stream: change them, then `flush`. With MLA, V is K.
         """
-        load = _buffered(load)
+        load = as_buffered(load)
         load.user = self.platform.current_stream(self.device)
-        buffer = load.buffers[layer % len(load.buffers)]
-        k = buffer.k[0].view(buffer.dtype)
-        return k, k if buffer.v is None else buffer.v[0].view(buffer.dtype)
+        buffer = load.buffer(layer)
+        k, v = buffer.k, buffer.k if buffer.v is None else buffer.v
+        return k[: load.num_rows, 0].view(buffer.dtype), v[: load.num_rows, 0].view(buffer.dtype)
 
     def flush(self, load: Load, layer: int) -> None:
         """Write a layer that has been waited for from the buffer into its blocks, on the current stream."""
-        load = _buffered(load)
-        buffer = load.buffers[layer % len(load.buffers)]
+        load = as_buffered(load)
+        buffer = load.buffer(layer)
         plan, places = load.filled[layer]
         if places is not None:
             work = partial(self._empty, self.layers[layer], buffer, plan, places)
@@ -156,8 +144,22 @@ class BufferConnector(PagedConnector):
 
     def end_load(self, load: Load) -> None:
         # The buffer's memory goes back to the allocator of the stream that fills it.
-        self._wait_for_buffer(_buffered(load))
+        self._wait_for_buffer(as_buffered(load))
         super().end_load(load)
+
+    def _compile(self) -> None:
+        super()._compile()
+        lane, (buffer, *_) = self._load_lane, self._new_buffers(1)
+        scatter = partial(self.kernels.scatter, buffer, lane.buffers[0].memory, self._no_rows())
+        self.platform.launch(lane.kernels, scatter)
+        if self._rope is not None:
+            self._compile_turn(self._rope)
+
+    def _compile_turn(self, rope: Rope) -> None:
+        lane, (buffer, *_) = self._load_lane, self._new_buffers(1)
+        table = torch.zeros(1, len(rope.frequencies), device=self.device)[:0]
+        turn = partial(self.kernels.scatter_rotated, buffer, lane.buffers[0].memory, self._no_rows())
+        self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
 
     def _fill(
         self,
@@ -179,20 +181,15 @@ class BufferConnector(PagedConnector):
         for part in plan.slices(layer):
             place = places[part.first_row : part.last_row]
             rows = Rows(part.rows.slots, place, place + buffer.num_rows)
-            self.kernels.scatter(layer, _memory(buffer), rows)
+            self.kernels.scatter(layer, memory_of(buffer), rows)
 
     def _wait_for_buffer(self, load: BufferedLoad) -> None:
         if load.user is not None:
-            self.platform.wait_stream(self._load_lane.kernels, load.user)
+            load.loader.write_behind(load.user)
 
     def _new_buffers(self, num_rows: int) -> list[PagedLayer]:
-        layer = self.layers[0]
-        shape = (layer.parts, 1, num_rows, layer.heads, layer.width)
         with self.platform.use_stream(self._load_lane.kernels):
-            memory = [
-                torch.empty(shape, dtype=layer.k.dtype, device=self.device) for _ in range(self.num_buffered)
-            ]
-        return [PagedLayer("buffer", layer.dtype, m[0], None if layer.v is None else m[1]) for m in memory]
+            return [new_buffer(self.layers[0], num_rows) for _ in range(self.num_buffered)]
 
     def _turn(self, plan: Plan, shift: Int64s, moved: npt.NDArray[np.bool_]) -> Turn | None:
         if self._rope is None:
@@ -202,12 +199,6 @@ class BufferConnector(PagedConnector):
         return Turn(self._rope, shift[moved], plan.uploads) if moved.any() else None
 
 
-def _buffered(load: Load) -> BufferedLoad:
-    if not isinstance(load, BufferedLoad):
-        raise TypeError(f"{load!r} was not begun by a BufferConnector")
-    return load
-
-
 def _send_places(plan: Plan, rows_of: Int64s) -> torch.Tensor | None:
     places = rows_of[rows_of != NO_SLOT]
     return plan.uploads.send(torch.from_numpy(places)) if len(places) else None
@@ -215,9 +206,3 @@ def _send_places(plan: Plan, rows_of: Int64s) -> torch.Tensor | None:
 
 def _shape(layer: PagedLayer) -> tuple[object, ...]:
     return layer.dtype, layer.parts, layer.heads, layer.width
-
-
-def _memory(buffer: PagedLayer) -> torch.Tensor:
-    """All bytes of a buffer layer, K rows and then V rows."""
-    k = buffer.k
-    return k.as_strided((buffer.parts * k.numel(),), (1,)).view(torch.uint8)

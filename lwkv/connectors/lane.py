@@ -43,21 +43,21 @@ class Lane:
             (self.copies, self.kernels) if filler == "copies" else (self.kernels, self.copies)
         )
         self.buffer_bytes = buffer_bytes
-        self._buffers = [self._new_buffer(device) for _ in range(num_buffers)]
+        self.buffers = [self._new_buffer(device) for _ in range(num_buffers)]
         self._turn = 0
         self._wait_for_allocator(device)
 
     @property
     def num_buffers(self) -> int:
-        return len(self._buffers)
+        return len(self.buffers)
 
     def next_to_fill(self) -> StagingBuffer:
         """The buffer whose turn it is; the filling stream has been made to wait until it is empty.
 
         One that was filled and not passed on is filled anew: whoever filled it sees that by `fills`.
         """
-        buffer = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer = self.buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self.buffers)
         if buffer.used:
             self._wait_emptied(buffer)
         buffer.fills += 1
@@ -75,6 +75,11 @@ class Lane:
         """Mark the buffer as empty once all that the emptying stream holds now is done."""
         self._platform.record(buffer.emptied, self._emptier)
         buffer.used = True
+
+    def finish(self) -> None:
+        """Block the host until both streams are empty."""
+        self._platform.synchronize_stream(self.copies)
+        self._platform.synchronize_stream(self.kernels)
 
     def _wait_for_allocator(self, device: torch.device) -> None:
         # Memory is handed out on the current stream, which may still use it for what had it before.

@@ -24,6 +24,7 @@ class Load:
     """One batch on its way to the device.
 
     Attributes:
+        loader: what the batch is queued with, up to its end.
         arrived: layer i's event, None until the layer is queued.
         fetched: staging buffers with the first slices in order, whose copies were queued ahead, and the
             number of that fill: another one since, of whatever batch, has overwritten the slice.
@@ -32,6 +33,7 @@ class Load:
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.
     """
 
+    loader: Loader
     plan: Plan
     arrived: list[Event | None]
     fetched: deque[tuple[StagingBuffer, int]] = field(default_factory=deque)
@@ -56,7 +58,7 @@ class Loader:
         Where all pages are known, int64 (layers, chunks), the first copies are queued, as many as fit the
         staging: they need no more, and the host takes a while to prepare the rest.
         """
-        load = Load(plan, [None] * len(layers))
+        load = Load(self, plan, [None] * len(layers))
         if pages is not None:
             plan.know(layers, pages)
             self._fetch_first(load, layers, pages)
@@ -95,6 +97,10 @@ class Loader:
         self._let_wait(load.stream, event)
         if event is load.not_waited_for:
             load.not_waited_for = None
+
+    def write_behind(self, stream: Stream) -> None:
+        """Write nothing more before what `stream` holds now is done."""
+        self._platform.wait_stream(self._lane.kernels, stream)
 
     def leave(self, load: Load) -> None:
         """Let the batch's last stream, and the current one, go on once all queued layers are there.
@@ -151,7 +157,7 @@ class Loader:
 
     def _wait_for_readers(self, current: Stream) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.
-        self._platform.wait_stream(self._lane.kernels, current)
+        self.write_behind(current)
 
     def _wait_for_fetched(self) -> None:
         # No kernel waits for copies that were queued ahead and whose layers never were.

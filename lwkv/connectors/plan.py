@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lwkv.connectors.upload import Uploads
@@ -79,6 +80,10 @@ class Plan:
         self._known: tuple[Sequence[PagedLayer], Int64s] | None = None
         self._prepared: list[Sequence[CopyBatch]] = []
         self._num_prepared = 0
+
+    def only(self, chunks: npt.NDArray[np.bool_]) -> Plan:
+        """The same without the chunks that are False, bool (chunks,)."""
+        return Plan(self.transfer.only(chunks), self.uploads, self._pool, self._cut)
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from lwkv.connectors.upload import Uploads
-from lwkv.errors import ConfigError
+from lwkv.errors import ConfigError, LayoutError
+from lwkv.paged_layer import PagedLayer
 from lwkv.platforms.protocol import Int64s
 
 
@@ -32,6 +33,19 @@ class Rope:
     def __post_init__(self) -> None:
         if not self.frequencies or not np.isfinite(self.frequencies).all():
             raise ConfigError(f"rope frequencies must be finite and at least one, got {self.frequencies}")
+
+    def check(self, layer: PagedLayer) -> None:
+        """Raise LayoutError, naming the layer, where its keys cannot be turned."""
+        turned = 2 * len(self.frequencies)
+        if layer.v is None:
+            problem = "is MLA, where the part that RoPE turns is not at the front of the row"
+        elif not layer.dtype.is_floating_point:
+            problem = f"is {layer.dtype}: register the caches with the float type that their bytes are"
+        elif turned > layer.width:
+            problem = f"has heads of {layer.width} elements, but the rope turns {turned}"
+        else:
+            return
+        raise LayoutError(f"layer {layer.name!r} {problem}; its keys cannot move to other positions")
 
 
 class Turn:

@@ -21,10 +21,12 @@ class Save:
     """One batch on its way to host memory.
 
     Attributes:
+        saver: what the batch is queued with, up to its end.
         stream: the current one of the batch's last step, None before any layer is queued.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
     """
 
+    saver: Saver
     plan: Plan
     stream: Stream = None
     last: StagingBuffer | None = None

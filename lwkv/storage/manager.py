@@ -37,6 +37,7 @@ class StorageManager:
         timeout_s: seconds a call of a lower tier may take before it counts as failed.
         counters: where errors and refusals are counted.
         clock: seconds; when a tier is late, how long it rests, and when a line is logged again.
+        use_device: called by the thread that page-locks memory, before all else.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class StorageManager:
         timeout_s: float = 10.0,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
+        use_device: Callable[[], object] | None = None,
     ) -> None:
         self.host = HostTier(pool)
         self.frozen = False
@@ -54,7 +56,7 @@ class StorageManager:
         self._num_layers = num_layers
         self._counters = counters or Counters()
         self._tiers = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
-        self._growth = Workers("growth", 1)
+        self._growth = Workers("growth", 1, use_device)
         self._writing: set[ChunkKey] = set()
         self._lock = threading.Lock()
         self._rarely = Rarely(log, clock)

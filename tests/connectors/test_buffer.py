@@ -236,13 +236,33 @@ def test_with_mla_v_is_k(make_bench: Any) -> None:
 
 def test_layers_of_different_dtypes_cannot_be_blended(platform: Platform, device: torch.device) -> None:
     oracle = Oracle(platform, device)
-    oracle.kvcaches  # noqa: B018
     caches = oracle.kvcaches | {"odd": torch.zeros(2, 16, 4, 2, 3, dtype=torch.float64, device=device)}
     engine = oracle.engine(CHUNK, enable_blending=True)
     fresh = type(engine.connector)(engine.config, platform, engine.connector._spec)
     with pytest.raises(LayoutError, match=r"'odd'.*cannot be blended"):
         fresh.register(caches)
     engine.close()
+
+
+@pytest.mark.parametrize("form", ["vllm_2bnhd", "vllm_mla"])
+@pytest.mark.parametrize("count", [1, 3, 24])
+def test_kernels_see_no_difference_between_buffers_of_different_lengths(
+    make_bench: Any, form: str, count: int
+) -> None:
+    """What a kernel is compiled for: sizes, strides, width of words and alignment of K and V."""
+    bench: Bench = make_bench(form)
+    kinds = []
+    for moved in (0, count):
+        slots = np.full(24, NO_SLOT)
+        slots[: 24 - moved] = INTO[: 24 - moved]
+        load = bench.connector.begin_load(transfer(slots))
+        for buffer in load.buffers:
+            words = [view for view in buffer.words if view is not None]
+            kinds += [(w.dtype, w.shape[1:], w.stride(), w.data_ptr() % 16) for w in words]
+        bench.connector.leave_load(load)
+        bench.connector.end_load(load)
+    assert len(set(kinds)) == 1
+    bench.engine.close()
 
 
 def test_a_load_of_another_connector_is_refused(bench: Bench) -> None:
@@ -317,6 +337,29 @@ def test_a_shift_of_nothing_changes_nothing(platform: Platform, device: torch.de
         k = turned(keys.raw[layer, 0], torch.arange(24), keys.rope).float()
         assert torch.equal(got, torch.stack([k, keys.raw[layer, 1]]))
     keys.engine.close()
+
+
+def refusal(platform: Platform, device: torch.device, rope: Rope, form: str, dims: Dims) -> str:
+    engine = Oracle(platform, device, form, dims).engine(CHUNK, enable_blending=True)
+    connector: Any = engine.connector
+    with engine, pytest.raises(LayoutError) as caught:
+        connector.set_rope(rope)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "dims", "text"),
+    [
+        ("vllm_mla", Dims(head_size=6), "layer 'layer_0' is MLA"),
+        ("vllm_2bnhd", Dims(head_size=6, dtype=torch.uint8), "layer 'layer_0' is torch.uint8: register"),
+        ("vllm_2bnhd", Dims(head_size=3), "layer 'layer_0' has heads of 3 elements, but the rope turns 4"),
+    ],
+    ids=["mla", "bytes", "small heads"],
+)
+def test_keys_that_cannot_be_turned_are_refused_with_the_rope(
+    platform: Platform, device: torch.device, form: str, dims: Dims, text: str
+) -> None:
+    assert text in refusal(platform, device, Rope((1.0, 0.5)), form, dims)
 
 
 def test_a_shift_needs_the_model_s_rope_and_one_entry_a_token(bench: Bench) -> None:

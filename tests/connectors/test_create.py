@@ -10,6 +10,7 @@ import torch
 from lwkv.config import Config
 from lwkv.connectors import BufferConnector, CreateGPUConnector, PagedConnector
 from lwkv.errors import ConfigError
+from lwkv.layout import KVSpec
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Features, Platform
 from lwkv.platforms.cpu import CPU
@@ -92,9 +93,23 @@ def test_blending_goes_layer_by_layer() -> None:
         ("vllm", {}, "block_size"),
         ("vllm", None, "block_size"),
         ("vllm", {"block_size": 4, "layot": "x"}, "no layout hint 'layot'.*did you mean 'layout'"),
-        ("sglang", {"shape": 1}, "no layout hint 'shape'; there are block_size, layout, opaque_tag"),
+        ("sglang", {"shape": 1}, "no layout hint 'shape'; there are block_size, specs, layout, opaque_tag"),
+        ("vllm", {"specs": {"l.0": (2, 4)}}, r"'specs'\] is .*; it must be a KVSpec for each layer name"),
+        ("vllm", {"specs": [KVSpec(2, 4, 4)]}, "it must be a KVSpec for each layer name"),
+        ("vllm", {"specs": {"l.0": KVSpec(2, 4, 4)}, "block_size": 4}, "leave block_size out"),
+        ("vllm", {"specs": {}}, "it must be a KVSpec for each layer name"),
     ],
-    ids=["engine", "no block size", "no hints", "a typing error", "another hint"],
+    ids=[
+        "engine",
+        "no block size",
+        "no hints",
+        "a typing error",
+        "another hint",
+        "no specs",
+        "specs without names",
+        "two block sizes",
+        "empty specs",
+    ],
 )
 def test_an_unknown_engine_or_hint_is_refused(engine: str, hints: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

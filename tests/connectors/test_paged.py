@@ -16,6 +16,7 @@ from oracle import FORMS, Dims, MemoryTier, Oracle, held_completions, require_re
 from lwkv.config import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, LayoutError
+from lwkv.layout import KVSpec
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status
@@ -238,6 +239,28 @@ def test_a_load_keeps_its_tables_until_no_stream_reads_them(
             assert not any(engine.connector._spare.values()), "another load could write to them"
         assert engine.flush()
         assert sum(map(len, engine.connector._spare.values())) == 2
+
+
+def test_layers_may_differ_in_what_they_keep_of_a_token(platform: Platform, device: torch.device) -> None:
+    """Latent rows and an indexer's bytes, in blocks of different sizes."""
+    sizes = {"l.0.mla": (10, 4, 9, torch.float32), "l.0.index": (5, 8, 20, torch.uint8)}
+    wanted = {
+        name: torch.randint(256, (blocks, tokens, width * dtype.itemsize), dtype=torch.uint8)
+        for name, (blocks, tokens, width, dtype) in sizes.items()
+    }
+    caches = {name: wanted[name].to(device).view(dtype) for name, (*_, dtype) in sizes.items()}
+    specs = {name: KVSpec(1, width, tokens, use_mla=True) for name, (_, tokens, width, _) in sizes.items()}
+    config = Config(chunk_size=8, max_local_cpu_size=2**-8)
+    metadata = CacheMetadata("mixed", 2, 1, 9, torch.float32, torch.float32, use_mla=True)
+    slots, into = np.arange(16), np.arange(20, 36)
+    with CacheEngine.create(config, metadata, caches, "vllm", {"specs": specs}, platform) as engine:
+        engine.store(list(range(16)), slot_mapping=slots)
+        assert engine.flush()
+        assert engine.retrieve(list(range(16)), slot_mapping=into).all()
+        platform.synchronize_device(device)
+        for name, bits in wanted.items():
+            bits.flatten(0, 1)[into] = bits.flatten(0, 1)[slots]
+            assert torch.equal(caches[name].view(torch.uint8).cpu(), bits)
 
 
 def watch_pinned(monkeypatch: pytest.MonkeyPatch, platform: Platform) -> list[weakref.ref[torch.Tensor]]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from oracle import Dims, Oracle, run_slots
 from torch import Tensor
 
+from lwkv.connectors import BufferConnector, Rope
+from lwkv.engine import CacheEngine
 from lwkv.kernels import Kernels, Rows, choose_kernels
 from lwkv.layout import KVSpec, PagedLayer, describe_layers
 from lwkv.platforms import Platform
+from lwkv.transfer import Transfer
 
 OUTSIDE = [-1, 12, 2**40, -(2**40)]
 
@@ -122,3 +127,43 @@ def test_layers_of_one_form_share_what_was_compiled(
         assert not cache.transpose(1, 2).flatten(0, 1)[[2, 5]].any()
         assert cache.transpose(1, 2).flatten(0, 1)[[0, 1, 3, 4]].eq(1).all()
     assert len(compiled) == 2
+
+
+def test_nothing_is_compiled_after_the_start(
+    platform: Platform, device: torch.device, compiled: list[object]
+) -> None:
+    """Loads and saves of several lengths, plain and through the buffer, with keys turned and without."""
+    for settings in ({}, {"enable_blending": True}):
+        oracle = Oracle(platform, device, dims=Dims(layers=3, blocks=40, head_size=6))
+        engine = oracle.engine(8, save_unfull_chunk=True, **settings)
+        connector = engine.connector
+        if isinstance(connector, BufferConnector):
+            connector.set_rope(Rope((1.0, 0.2, 0.03)))
+        platform.synchronize_device(device)
+        number = len(compiled)
+        for count in (8, 21, 37):
+            tokens = [count + i for i in range(count)]
+            oracle.compute(tokens, run_slots(0, count))
+            engine.store(tokens, slot_mapping=run_slots(0, count))
+            assert engine.flush()
+            assert engine.retrieve(tokens, slot_mapping=run_slots(80, count)).all()
+            oracle.expect(tokens, run_slots(80, count))
+            oracle.check()
+            if isinstance(connector, BufferConnector):
+                load_turned(engine, tokens, run_slots(120, count))
+                oracle.forget(run_slots(120, count), np.ones(count, bool))
+        assert len(compiled) == number
+        engine.close()
+
+
+def load_turned(engine: CacheEngine, tokens: list[int], slots: list[int]) -> None:
+    connector, counts = engine.connector, engine._chunking.chunk_tokens(len(tokens))
+    assert isinstance(connector, BufferConnector)
+    hold = engine._storage.hold(engine._keys(np.array(tokens), ()), counts.tolist())
+    load = connector.begin_load(Transfer(counts, np.array(slots)), shift=np.full(len(slots), 7))
+    for layer in range(engine.num_layers):
+        connector.load_layer(load, layer, hold.host_pages(layer))
+        connector.wait_layer(load, layer)
+    connector.leave_load(load)
+    connector.end_load(load)
+    hold.release()
