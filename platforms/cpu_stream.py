@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from lwkv.platforms.cpu_worker import Delay, Operation, Outcome, Worker
+from lwkv.platforms.cpu_worker import Delay, Operation, Outcome, StreamThread, Worker
 
 
 class Mark:
@@ -58,7 +58,8 @@ class InlineStream:
         return NowMark()
 
     def wait(self, mark: Mark | NowMark) -> None:
-        mark.reach()
+        if not StreamThread.is_current():
+            mark.reach()
 
 
 class WorkerStream:
@@ -89,7 +90,7 @@ class WorkerStream:
 
     def wait(self, mark: Mark | NowMark) -> None:
         if not mark.is_reached() or mark.has_failed():
-            self.worker.put(mark.reach)
+            self.worker.put_behind(mark.reach)
 
 
 class CpuEvent:

@@ -44,6 +44,15 @@ class Outcome:
             raise self._failure[1].with_traceback(self._failure[2])
 
 
+class StreamThread(threading.Thread):
+    """A thread that runs the operations of a stream. Whatever else comes to it, it must not wait for streams:
+    the collector may finalize anything there, inside an operation that these are waiting for."""
+
+    @staticmethod
+    def is_current() -> bool:
+        return isinstance(threading.current_thread(), StreamThread)
+
+
 class Worker:
     """A queue of operations and the daemon thread that runs them in order.
 
@@ -79,6 +88,10 @@ class Worker:
         if self._is_own_thread():
             operation()
             return self.place()
+        return self.put_behind(operation)
+
+    def put_behind(self, operation: Operation) -> int:
+        """Queue an operation behind all others, on whatever thread, and give its place."""
         self._check_process()
         with self._work:
             if self._ending:
@@ -143,7 +156,7 @@ class Worker:
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = StreamThread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             # A daemon thread inside torch while the interpreter goes away can abort the process.
             atexit.register(self._leave)

@@ -542,6 +542,74 @@ def test_only_the_chunks_to_load_are_asked_for(oracle: Oracle) -> None:
         oracle.check()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+def test_a_layer_is_waited_for_and_computed_while_the_next_one_has_not_arrived(
+    oracle: Oracle, buffered: bool, prefetch: int
+) -> None:
+    tokens, into = prompt(1, 16), run_slots(64, 16)
+    tier, gates = MemoryTier(), [threading.Event() for _ in range(LAYERS)]
+    store_in(oracle, tier, [tokens])
+    tier.fails = lambda key: Status.OK if gates[key.layer].wait(20) else Status.ERROR
+    with oracle.engine(CHUNK, tiers=[tier], enable_blending=buffered, prefetch_layers=prefetch) as engine:
+        steps = engine.retrieve_layer(tokens, slot_mapping=into)
+        next(steps), next(steps)
+        for layer, gate in enumerate(gates):
+            gate.set()
+            mask = next(steps)
+            oracle.expect(tokens, into, layers=[layer])
+            oracle.check()
+        assert isinstance(mask, torch.Tensor)
+        assert mask.all()
+        require_rest(engine)
+
+
+def test_without_sync_the_host_waits_for_slow_tiers_in_the_last_step_only(
+    oracle: Oracle, hanging: MemoryTier
+) -> None:
+    with oracle.engine(CHUNK, tiers=[hanging]) as engine:
+        steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16), sync=False)
+        for _ in range(LAYERS + 1):
+            next(steps)
+        oracle.check()
+        hanging.gate.set()
+        mask = next(steps)
+        assert isinstance(mask, torch.Tensor)
+        assert mask.all()
+        oracle.expect(prompt(1, 16), run_slots(64, 16))
+        oracle.check()
+        steps.close()
+        require_rest(engine)
+
+
+@pytest.mark.parametrize("kind", ["growth", "memory-read", "memory-write"])
+def test_a_thread_that_cannot_start_is_a_miss_and_nothing_stays_held(
+    oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a limit of processes is reached."""
+    tier, start = MemoryTier(), threading.Thread.start
+    store_in(oracle, tier, [prompt(1, 16)])
+
+    def refuse(thread: threading.Thread) -> None:
+        if kind in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", refuse)
+            found = engine.lookup(prompt(1, 16))
+            assert found == (0 if kind == "memory-read" else 16)
+            assert int(engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).sum()) == found
+            oracle.expect(prompt(1, 16)[:found], run_slots(64, found))
+            store(oracle, engine, prompt(2, 16), run_slots(0, 16))
+            assert engine.lookup(prompt(2, 16)) == 16
+            require_rest(engine)
+        assert engine.lookup(prompt(1, 16)) == 16
+        assert "transfer_errors" not in engine.stats()
+        oracle.check()
+
+
 @pytest.fixture
 def hanging(oracle: Oracle) -> Iterator[MemoryTier]:
     """A tier with prompt 1 that never answers while the test runs."""

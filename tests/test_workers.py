@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 
 import pytest
 
@@ -193,3 +195,61 @@ def test_every_job_is_done_or_cancelled_when_close_comes_in_between() -> None:
         thread.join()
     assert not wait(futures, LONG_S).not_done
     assert workers.wait_idle(0)
+
+
+@contextmanager
+def no_more_threads(number: int) -> Iterator[None]:
+    """Inside, `number` threads can be started."""
+    start, left = threading.Thread.start, [number]
+
+    def refuse(thread: threading.Thread) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+def test_without_a_thread_a_job_is_cancelled_and_a_later_one_runs() -> None:
+    workers = Workers("none", 2)
+    with no_more_threads(0):
+        future = workers.submit(lambda: 5)
+    assert future.cancelled()
+    assert wait([future], LONG_S).done == {future}
+    assert workers.wait_idle(0)
+    assert workers.submit(lambda: 6).result(LONG_S) == 6
+    assert workers.close(LONG_S)
+
+
+def test_one_thread_does_the_work_of_those_that_cannot_start() -> None:
+    workers = Workers("one", 3)
+    with no_more_threads(1):
+        futures = [workers.submit(lambda number=number: number) for number in range(5)]
+        assert [future.result(LONG_S) for future in futures] == list(range(5))
+    assert workers.close(LONG_S)
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e10])
+def test_waiting_may_take_for_ever(timeout_s: float, gate: threading.Event) -> None:
+    workers = Workers("ever", 1)
+    hang(workers, gate)
+    threading.Timer(0, gate.set).start()
+    assert workers.wait_idle(timeout_s)
+    assert workers.close(timeout_s)
+
+
+def test_a_child_process_waits_for_no_thread_that_it_does_not_have(gate: threading.Event) -> None:
+    workers = Workers("forked", 1)
+    hang(workers, gate)
+    workers.submit(lambda: 5)
+    with workers._lock:
+        pid = os.fork()
+        if pid == 0:
+            waited = workers.wait_idle(LONG_S) or workers.close(LONG_S)
+            os._exit(waited or workers.cancel_queued() or not workers.submit(lambda: 6).cancelled())
+    assert os.waitpid(pid, 0)[1] == 0
+    gate.set()
+    assert workers.close(LONG_S)

@@ -444,3 +444,23 @@ def test_pages_are_there_again_as_soon_as_their_holder_is_done_without_anyone_as
     assert len(write.keys) == 8
     write.abort()
     assert rig.pool.available == 8 * NUM_LAYERS
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_tier_that_cannot_be_given_chunks_leaves_them_visible_and_nothing_held(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tiers=[FaultyTier(), FaultyTier()])
+
+    def refuse(*_: object) -> None:
+        raise KeyError("the guard itself fails, says the test")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(rig.manager._tiers[broken], "put", refuse)
+        write = rig.begin(1, 2)
+        assert write is not None
+        with pytest.raises(KeyError):
+            write.commit()
+        assert rig.lookup(1, 2) == 2
+        rig.require_rest()
+    rig.end()
