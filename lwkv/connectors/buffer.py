@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.buffered_load import BufferedLoad, as_buffered
+from lwkv.connectors.buffered_load import BufferedLoad, as_buffered, send_places
 from lwkv.connectors.buffers import memory_of, new_buffer
 from lwkv.connectors.caches import Registration
 from lwkv.connectors.loader import Load
@@ -79,7 +79,7 @@ class BufferConnector(PagedConnector):
         rows_of = np.where(moved, np.cumsum(moved) - 1, NO_SLOT)
         num_rows = int(moved.sum())
         turn = None if shift is None else self._turn(load.plan, shift, moved)
-        places = _send_places(load.plan, rows_of)
+        places = send_places(load.plan, rows_of)
         return BufferedLoad(
             load.loader,
             load.plan,
@@ -107,7 +107,7 @@ class BufferConnector(PagedConnector):
         load = as_buffered(load)
         load.rows_of = load.rows_of[np.repeat(kept, load.plan.transfer.chunk_tokens)]
         super().drop_chunks(load, kept)
-        load.places = _send_places(load.plan, load.rows_of)
+        load.places = send_places(load.plan, load.rows_of)
 
     def wait_layer(self, load: Load, layer: int) -> None:
         load = as_buffered(load)
@@ -197,11 +197,6 @@ class BufferConnector(PagedConnector):
         if len(shift) != len(moved):
             raise RequestError(f"shift has {len(shift)} entries, the transfer has {len(moved)} tokens")
         return Turn(self._rope, shift[moved], plan.uploads) if moved.any() else None
-
-
-def _send_places(plan: Plan, rows_of: Int64s) -> torch.Tensor | None:
-    places = rows_of[rows_of != NO_SLOT]
-    return plan.uploads.send(torch.from_numpy(places)) if len(places) else None
 
 
 def _shape(layer: PagedLayer) -> tuple[object, ...]:

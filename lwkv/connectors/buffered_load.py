@@ -14,6 +14,7 @@ from lwkv.connectors.rope import Turn
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
+from lwkv.transfer import NO_SLOT
 
 
 @dataclass(slots=True, eq=False)
@@ -50,3 +51,9 @@ def as_buffered(load: Load) -> BufferedLoad:
     if not isinstance(load, BufferedLoad):
         raise TypeError(f"{load!r} was not begun by a BufferConnector")
     return load
+
+
+def send_places(plan: Plan, rows_of: Int64s) -> torch.Tensor | None:
+    """The buffer rows of moved tokens, int64 (rows,), on the device; None where there are none."""
+    places = rows_of[rows_of != NO_SLOT]
+    return plan.uploads.send(torch.from_numpy(places)) if len(places) else None
