@@ -87,17 +87,20 @@ class BatchStoring:
         if not self._committed:
             # The next store of these chunks need not wait for the end of this one.
             write.give_up()
-        failure = None
+        failure, committed = None, self._committed
         try:
             if save is not None:
                 self._connector.leave_save(save)
         except DEVICE_FAILURES as error:
             failure = error
         finally:
-            self._completions.submit(partial(self._end, write, save, failure), self)
+            self._completions.submit(partial(self._end, write, save, committed, failure), self)
 
-    def _end(self, write: Write, save: Save | None, failure: BaseException | None) -> None:
+    def _end(self, write: Write, save: Save | None, committed: bool, failure: BaseException | None) -> None:
         """End the write and give the tables back once the device is past them.
+
+        Whether it was committed is said by who closed it: a store that was given up may be told to commit
+        before this runs.
 
         Raises what fails on the device. Where that is the wait for its end, it may still write to the pages:
         nobody else gets them.
@@ -105,7 +108,7 @@ class BatchStoring:
         if save is not None:
             self._connector.end_save(save)
             save.plan.uploads.give_back()
-        if self._committed and failure is None:
+        if committed and failure is None:
             write.commit()
         else:
             write.abort()

@@ -265,8 +265,8 @@ def test_without_safetensors_the_line_says_so(
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--platform", "hpu"], "got platform 'hpu', which lwkv does not support"),
-        (["--platform", "tpu9"], "unknown platform 'tpu9', known are"),
+        (["--platform", "hpu"], "got platform 'hpu' (argument), which lwkv does not support"),
+        (["--platform", "tpu9"], "unknown platform 'tpu9' (argument); known are"),
         (["--model", "/no/such/model"], "no model at /no/such/model: give a GGUF file or a Hugging Face"),
         (["--output", "{file}/out"], "cannot write to {file}/out: Not a directory; choose a folder with"),
         (["--output", "{file}"], "cannot write to {file}: File exists; choose a folder with --output"),

@@ -153,7 +153,6 @@ LOCKS: dict[str, Callable[[CacheEngine], Any]] = {
     "pool": lambda engine: engine._pool,
     "counters": lambda engine: engine._counters,
     "growth": lambda engine: engine._storage._growth,
-    "connector": lambda engine: engine.connector,
 }
 
 

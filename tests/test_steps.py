@@ -474,6 +474,19 @@ def test_a_load_that_fails_on_the_device_is_told_by_the_result_and_no_hook_raise
     run.require(run.steps.wait_for_save(), loaded=True, stored=True)
 
 
+def test_a_store_that_failed_is_not_committed_however_late_it_ends(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(run.engine, "save_layer", 1, monkeypatch)
+    with held_completions(run.engine):
+        run.steps.begin((), run.stores)
+        run.forward()
+        run.steps.wait_for_save()
+    assert run.engine.flush()
+    assert run.engine.lookup(FRESH) == 0
+    require_rest(run.engine)
+
+
 @pytest.mark.parametrize(
     "place", [("save_layer", k) for k in range(LAYERS)] + [("begin_save", None)], ids=str
 )

@@ -19,7 +19,7 @@ from lwkv.benchmarks.result import Result
 from lwkv.benchmarks.sweep import measure_sweep
 from lwkv.benchmarks.throttled import measure_throttled
 from lwkv.errors import ConfigError
-from lwkv.kernels.torch_kernels import TorchKernels
+from lwkv.kernels import choose_kernels
 from lwkv.platforms import Platform
 
 
@@ -80,12 +80,14 @@ def test_moves_are_checked_and_compared_with_the_ceiling_of_the_run(bench: Bench
 
 
 def test_a_wrong_byte_is_found_and_is_a_fault(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def scatter(self: TorchKernels, layer: Any, staging: torch.Tensor, rows: Any) -> None:
+    kernels = type(choose_kernels(bench.platform))
+
+    def scatter(self: Any, layer: Any, staging: torch.Tensor, rows: Any) -> None:
         scatter_rightly(self, layer, staging, rows)
         layer.k[0] = 0
 
-    scatter_rightly = TorchKernels.scatter
-    monkeypatch.setattr(TorchKernels, "scatter", scatter)
+    scatter_rightly = kernels.scatter
+    monkeypatch.setattr(kernels, "scatter", scatter)
     for measure in (measure_moves, measure_sweep, measure_throttled):
         found = measure(bench)
         assert list(found.faults())

@@ -13,7 +13,8 @@ TREE = Path(__file__).parents[2]
 
 
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TREE), "tests"])}
+    path = os.pathsep.join([str(TREE), "tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "poisoned_cuda", *arguments]
     return subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, timeout=600)
 
