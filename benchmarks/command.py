@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 from lwkv.benchmarks.bars import draw_bars
 from lwkv.benchmarks.bench import Bench
@@ -28,6 +24,7 @@ from lwkv.picture import draw_timeline
 from lwkv.platforms import Platform, detect_platform
 from lwkv.platforms.registry import VARIABLE
 from lwkv.trace import write_trace
+from lwkv.workbench import core_for_transfers, make_writable
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     platform = detect_platform(args.platform)
     bench = _bench(platform, args)
     parts = choose_parts(platform, args.only, args.peers)
-    _make_writable(args.output)
-    with _core_for_transfers(platform):
+    make_writable(args.output)
+    with core_for_transfers(platform):
         result = Result.begin(bench, _command(bench, parts, args.output))
         _measure(result, parts, args.output / "result.json")
     files = [args.output / "result.json", *_draw(result, args.output)]
@@ -146,30 +143,6 @@ def _draw(result: Result, folder: Path) -> Iterator[Path]:
         yield folder / "prefill.png"
     if draw_bars(result.to_json(), folder / "bars.png"):
         yield folder / "bars.png"
-
-
-@contextmanager
-def _core_for_transfers(platform: Platform) -> Iterator[None]:
-    """Where the host is the device, keep one core free of compute: transfers are threads there."""
-    before = torch.get_num_threads()
-    if platform.device_type == "cpu":
-        torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - 1)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _make_writable(folder: Path) -> None:
-    probe = folder / ".writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}; choose a folder with --output"
-        ) from error
 
 
 def _default(key: str) -> str:

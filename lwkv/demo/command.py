@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from lwkv.demo.findings import Findings, Setting, median_run, sum_up
 from lwkv.demo.model_file import NamedModel, find_model, load_model
 from lwkv.demo.play import CHUNK_SIZE, Results, make_prompts, play
 from lwkv.demo.report import report_lines
-from lwkv.errors import ConfigError
 from lwkv.kernels import choose_kernels
 from lwkv.picture import draw_timeline
 from lwkv.platform_choice import why_chosen
@@ -24,6 +21,7 @@ from lwkv.platforms import Platform, detect_platform
 from lwkv.platforms.registry import VARIABLE
 from lwkv.reference.packages import require_package
 from lwkv.trace import write_trace
+from lwkv.workbench import core_for_transfers, make_writable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     platform = detect_platform(args.platform)
     path = find_model(args.model)
     require_package("matplotlib", "drawing a timeline")
-    _make_writable(args.output)
-    with _core_for_transfers(platform):
+    make_writable(args.output)
+    with core_for_transfers(platform):
         found = _find(platform, path, args)
     print(json.dumps(asdict(found), indent=2) if args.json else "\n".join(report_lines(found)))
     return 1 if found.faults else 0
@@ -104,30 +102,6 @@ def _draw(results: Results, folder: Path) -> Iterator[Path]:
         )
         write_trace(run.spans, trace)
         yield from (picture, trace)
-
-
-@contextmanager
-def _core_for_transfers(platform: Platform) -> Iterator[None]:
-    """Where the host is the device, keep one core free of compute: transfers are threads there."""
-    before = torch.get_num_threads()
-    if platform.device_type == "cpu":
-        torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - 1)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _make_writable(folder: Path) -> None:
-    probe = folder / ".writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}; choose a folder with --output"
-        ) from error
 
 
 def _count(text: str) -> int:
