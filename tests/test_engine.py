@@ -1135,7 +1135,7 @@ def test_an_engine_that_keeps_the_same_bytes_otherwise_finds_them(
 
 
 def test_events_are_used_again_and_none_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU only: torch's own events may not be referenced weakly, they leave such references behind."""
+    """On the CPU only: freed, a torch.cuda.Event leaves weak references dangling (pytorch PR 183403)."""
     platform = open_platform("cpu")
     oracle = Oracle(platform, platform.current_device(), dims=Dims(blocks=32))
     events: weakref.WeakSet[Any] = weakref.WeakSet()
