@@ -18,6 +18,7 @@ from lwkv.config_status import without_effect
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.connectors.paged import Registration
 from lwkv.counters import Counters
+from lwkv.engine_parts import EngineParts
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.key_memo import KeyMemo
 from lwkv.keys import ChunkKey, as_token_ids, chunk_keys, make_namespace
@@ -270,25 +271,14 @@ class CacheEngine:
         self.close()
 
     def _retrieval(self, requests: Sequence[CheckedRequest]) -> BatchRetrieval:
-        return BatchRetrieval(
-            requests,
-            self._request_keys,
-            self._storage,
-            self.connector,
-            self._completions,
-            self._counters,
-            self._settings,
-        )
+        return BatchRetrieval(requests, self._parts(), self._settings)
 
     def _storing(self, requests: Sequence[CheckedRequest], sync: bool) -> BatchStoring:
-        return BatchStoring(
-            requests,
-            self._request_keys,
-            self._storage,
-            self.connector,
-            self._completions,
-            self._counters,
-            sync,
+        return BatchStoring(requests, self._parts(), sync)
+
+    def _parts(self) -> EngineParts:
+        return EngineParts(
+            self._request_keys, self._storage, self.connector, self._completions, self._counters
         )
 
     def _check(

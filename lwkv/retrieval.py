@@ -13,17 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.completions import Completions
 from lwkv.connectors.loader import Load
-from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.plan import FIRST_LAYERS
-from lwkv.counters import Counters
+from lwkv.engine_parts import EngineParts
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.keys import ChunkKey
 from lwkv.leaving import waitable
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
-from lwkv.storage import Hold, LayerPages, Missing, StorageManager
+from lwkv.storage import Hold, LayerPages, Missing
 from lwkv.transfer import NO_SLOT, Transfer
 
 log = logging.getLogger(__name__)
@@ -65,20 +62,16 @@ class BatchRetrieval:
     def __init__(
         self,
         requests: Sequence[CheckedRequest],
-        keys_of: Callable[[CheckedRequest], list[ChunkKey]],
-        storage: StorageManager,
-        connector: PagedConnector,
-        completions: Completions,
-        counters: Counters,
+        parts: EngineParts,
         settings: LoadSettings,
     ) -> None:
-        self.num_layers = connector.num_layers
+        self.num_layers = parts.connector.num_layers
         self._requests = requests
-        self._keys_of = keys_of
-        self._storage = storage
-        self._connector = connector
-        self._completions = completions
-        self._counters = counters
+        self._keys_of = parts.keys_of
+        self._storage = parts.storage
+        self._connector = parts.connector
+        self._completions = parts.completions
+        self._counters = parts.counters
         self._settings = settings
         self._parts: list[Part] = []
         self._load: Load | None = None

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from lwkv.completions import Completions
-from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.saver import Save
-from lwkv.counters import Counters
+from lwkv.engine_parts import EngineParts
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
-from lwkv.storage import StorageManager, Write
+from lwkv.storage import Write
 from lwkv.transfer import Transfer
 
 log = logging.getLogger(__name__)
@@ -34,20 +31,16 @@ class BatchStoring:
     def __init__(
         self,
         requests: Sequence[CheckedRequest],
-        keys_of: Callable[[CheckedRequest], list[ChunkKey]],
-        storage: StorageManager,
-        connector: PagedConnector,
-        completions: Completions,
-        counters: Counters,
+        parts: EngineParts,
         sync: bool,
     ) -> None:
-        self.num_layers = connector.num_layers
+        self.num_layers = parts.connector.num_layers
         self._requests = requests
-        self._keys_of = keys_of
-        self._storage = storage
-        self._connector = connector
-        self._completions = completions
-        self._counters = counters
+        self._keys_of = parts.keys_of
+        self._storage = parts.storage
+        self._connector = parts.connector
+        self._completions = parts.completions
+        self._counters = parts.counters
         self._sync = sync
         self._write: Write | None = None
         self._save: Save | None = None

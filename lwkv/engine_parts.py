@@ -1,0 +1,24 @@
+"""What of an engine a batch works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lwkv.completions import Completions
+from lwkv.connectors.paged import PagedConnector
+from lwkv.counters import Counters
+from lwkv.keys import ChunkKey
+from lwkv.request import CheckedRequest
+from lwkv.storage import StorageManager
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """One engine's parts for its batches; `keys_of` gives the key of every chunk of a request."""
+
+    keys_of: Callable[[CheckedRequest], list[ChunkKey]]
+    storage: StorageManager
+    connector: PagedConnector
+    completions: Completions
+    counters: Counters
