@@ -123,6 +123,15 @@ class CacheEngine:
     def num_layers(self) -> int:
         return self.connector.num_layers
 
+    @property
+    def namespace(self) -> str:
+        """What all keys begin with: everything that changes the bytes of a page."""
+        return self._namespace
+
+    @property
+    def load_settings(self) -> LoadSettings:
+        return self._settings
+
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
         """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
 
@@ -271,12 +280,14 @@ class CacheEngine:
         self.close()
 
     def _retrieval(self, requests: Sequence[CheckedRequest]) -> BatchRetrieval:
-        return BatchRetrieval(requests, self._parts(), self._settings)
+        return BatchRetrieval(requests, self.parts(), self._settings)
 
     def _storing(self, requests: Sequence[CheckedRequest], sync: bool) -> BatchStoring:
-        return BatchStoring(requests, self._parts(), sync)
+        return BatchStoring(requests, self.parts(), sync)
 
-    def _parts(self) -> EngineParts:
+    def parts(self) -> EngineParts:
+        """What a batch works with, for whoever makes batches of other keys. Raises ClosedError."""
+        self._require_open()
         return EngineParts(
             self._request_keys, self._storage, self.connector, self._completions, self._counters
         )

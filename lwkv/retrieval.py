@@ -26,6 +26,7 @@ from lwkv.transfer import NO_SLOT, Transfer
 log = logging.getLogger(__name__)
 
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
+BeginLoad: TypeAlias = Callable[[Transfer, Int64s | None], Load]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ class BatchRetrieval:
     A device that fails, or has no memory, ends the load of all chunks; it never raises. `_known` has all
     pages, int64 (layers, chunks), where no tier has to be asked for any. `_wanted` is the last layer that was
     to be queued.
+
+    Args:
+        begin_load: in place of the connector's, to say more of the load than which chunks it has.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class BatchRetrieval:
         requests: Sequence[CheckedRequest],
         parts: EngineParts,
         settings: LoadSettings,
+        begin_load: BeginLoad | None = None,
     ) -> None:
         self.num_layers = parts.connector.num_layers
         self._requests = requests
@@ -73,6 +78,7 @@ class BatchRetrieval:
         self._completions = parts.completions
         self._counters = parts.counters
         self._settings = settings
+        self._begin_load = begin_load or parts.connector.begin_load
         self._parts: list[Part] = []
         self._load: Load | None = None
         self._futures: list[list[Future[LayerPages]]] = []
@@ -165,7 +171,7 @@ class BatchRetrieval:
         if len(known) == len(pages):
             self._known = np.concatenate(known, axis=1) if len(known) > 1 else known[0]
         try:
-            self._load = self._connector.begin_load(transfer, self._known)
+            self._load = self._begin_load(transfer, self._known)
         except DEVICE_FAILURES as error:
             self._give_up(error)
         if self._known is None:
