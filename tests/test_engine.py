@@ -1060,6 +1060,7 @@ def test_memory_held_by_loads_is_there_for_stores_as_soon_as_they_have_ended(ora
         store(oracle, engine, prompt(2, 16), run_slots(0, 16))
         assert engine.stats()["chunks_refused"] == 2
         steps.close()
+        assert engine.flush()
         store(oracle, engine, prompt(2, 16), run_slots(0, 16))
         assert engine.stats()["chunks_refused"] == 2
         assert engine.lookup(prompt(2, 16)) == 16

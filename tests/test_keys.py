@@ -233,7 +233,6 @@ def test_no_ids_give_no_keys(tokens: Any) -> None:
         torch.tensor([-3]),
         torch.tensor([3], dtype=torch.int16),
     ],
-    ids=repr,
 )
 def test_what_is_no_row_of_ids_is_refused(tokens: Any) -> None:
     with pytest.raises(RequestError, match=r"token ids: got .*; allowed: a list, tuple"):

@@ -29,6 +29,7 @@ from lwkv.counters import Counters
 from lwkv.completions import Completions
 from lwkv.workers import Workers
 
+torch.set_num_threads(1)
 begun, left = threading.Event(), threading.Event()
 def busy():
     begun.set()
