@@ -9,82 +9,57 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lwkv.config import Config
-    from lwkv.connectors import CreateGPUConnector, LayoutHints
-    from lwkv.engine import CacheEngine, Request
-    from lwkv.errors import (
-        ClosedError,
-        ConfigError,
-        LayoutError,
-        LwkvError,
-        PlatformError,
-        PlatformMissingError,
-        RequestError,
-    )
-    from lwkv.layout import KVSpec
-    from lwkv.metadata import CacheMetadata
-    from lwkv.picture import draw_timeline
-    from lwkv.platforms import Platform, detect_platform, open_platform
-    from lwkv.steps import LayerSteps, StepResult
-    from lwkv.timeline import LoadTimes, Span, Timeline, hidden_and_exposed
-    from lwkv.trace import write_trace
-    from lwkv.transfer import NO_SLOT
+    from lwkv.config import Config as Config
+    from lwkv.connectors import CreateGPUConnector as CreateGPUConnector
+    from lwkv.connectors import LayoutHints as LayoutHints
+    from lwkv.engine import CacheEngine as CacheEngine
+    from lwkv.engine import Request as Request
+    from lwkv.errors import ClosedError as ClosedError
+    from lwkv.errors import ConfigError as ConfigError
+    from lwkv.errors import LayoutError as LayoutError
+    from lwkv.errors import LwkvError as LwkvError
+    from lwkv.errors import PlatformError as PlatformError
+    from lwkv.errors import PlatformMissingError as PlatformMissingError
+    from lwkv.errors import RequestError as RequestError
+    from lwkv.layout import KVSpec as KVSpec
+    from lwkv.metadata import CacheMetadata as CacheMetadata
+    from lwkv.picture import draw_timeline as draw_timeline
+    from lwkv.platforms import Platform as Platform
+    from lwkv.platforms import detect_platform as detect_platform
+    from lwkv.platforms import open_platform as open_platform
+    from lwkv.steps import LayerSteps as LayerSteps
+    from lwkv.steps import StepResult as StepResult
+    from lwkv.timeline import LoadTimes as LoadTimes
+    from lwkv.timeline import Span as Span
+    from lwkv.timeline import Timeline as Timeline
+    from lwkv.timeline import hidden_and_exposed as hidden_and_exposed
+    from lwkv.trace import write_trace as write_trace
+    from lwkv.transfer import NO_SLOT as NO_SLOT
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "NO_SLOT",
-    "CacheEngine",
-    "CacheMetadata",
-    "ClosedError",
-    "Config",
-    "ConfigError",
-    "CreateGPUConnector",
-    "KVSpec",
-    "LayerSteps",
-    "LayoutError",
-    "LayoutHints",
-    "LoadTimes",
-    "LwkvError",
-    "Platform",
-    "PlatformError",
-    "PlatformMissingError",
-    "Request",
-    "RequestError",
-    "Span",
-    "StepResult",
-    "Timeline",
-    "__version__",
-    "detect_platform",
-    "draw_timeline",
-    "hidden_and_exposed",
-    "open_platform",
-    "write_trace",
-]
-
 _HOMES = {
-    "lwkv.config": ("Config",),
-    "lwkv.connectors": ("CreateGPUConnector", "LayoutHints"),
-    "lwkv.engine": ("CacheEngine", "Request"),
-    "lwkv.errors": (
-        *("ClosedError", "ConfigError", "LayoutError", "LwkvError"),
-        *("PlatformError", "PlatformMissingError", "RequestError"),
-    ),
-    "lwkv.layout": ("KVSpec",),
-    "lwkv.metadata": ("CacheMetadata",),
-    "lwkv.picture": ("draw_timeline",),
-    "lwkv.platforms": ("Platform", "detect_platform", "open_platform"),
-    "lwkv.steps": ("LayerSteps", "StepResult"),
-    "lwkv.timeline": ("LoadTimes", "Span", "Timeline", "hidden_and_exposed"),
-    "lwkv.trace": ("write_trace",),
-    "lwkv.transfer": ("NO_SLOT",),
+    "config": "Config",
+    "connectors": "CreateGPUConnector LayoutHints",
+    "engine": "CacheEngine Request",
+    "errors": "ClosedError ConfigError LayoutError LwkvError PlatformError PlatformMissingError RequestError",
+    "layout": "KVSpec",
+    "metadata": "CacheMetadata",
+    "picture": "draw_timeline",
+    "platforms": "Platform detect_platform open_platform",
+    "steps": "LayerSteps StepResult",
+    "timeline": "LoadTimes Span Timeline hidden_and_exposed",
+    "trace": "write_trace",
+    "transfer": "NO_SLOT",
 }
+
+__all__ = sorted(["__version__", *" ".join(_HOMES.values()).split()])
 
 
 def __getattr__(name: str) -> object:
     for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
+        if name in names.split():
+            return getattr(import_module(f"lwkv.{home}"), name)
     raise AttributeError(f"lwkv has no {name!r}; it has {', '.join(__all__)}")
 
 

@@ -6,7 +6,7 @@ import lwkv
 
 
 def test_the_public_names_are_complete_and_told_by_dir() -> None:
-    homes = [name for names in lwkv._HOMES.values() for name in names]
+    homes = [name for names in lwkv._HOMES.values() for name in names.split()]
     assert sorted(lwkv.__all__) == sorted([*homes, "__version__"])
     assert dir(lwkv) == sorted(lwkv.__all__)
 
