@@ -93,4 +93,5 @@ class Lane:
 
     def _new_buffer(self, device: torch.device) -> StagingBuffer:
         memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
-        return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event())
+        # The host may wait for what empties it.
+        return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event(blocking=True))

@@ -143,7 +143,7 @@ class PagedConnector(Caches):
 
     def end_save(self, save: Save) -> None:
         """Block until all bytes of a batch that was left are in its host pages."""
-        save.saver.end()
+        save.saver.end(save)
 
     def _buffer_bytes(self) -> int:
         buffers = 2 * self._config.staging_buffers  # for loads and for saves

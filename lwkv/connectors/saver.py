@@ -24,12 +24,14 @@ class Save:
         saver: what the batch is queued with, up to its end.
         stream: the current one of the batch's last step, None before any layer is queued.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
+        before: the one filled before it.
     """
 
     saver: Saver
     plan: Plan
     stream: Stream = None
     last: StagingBuffer | None = None
+    before: StagingBuffer | None = None
 
 
 class Saver:
@@ -67,7 +69,7 @@ class Saver:
             work = partial(self._kernels.gather, source, buffer.memory, part.rows)
             self._platform.launch(lane.kernels, work)
             lane.mark_filled(buffer)
-            save.last = buffer
+            save.before, save.last = save.last, buffer
             lane.pass_on(buffer)
             self._platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
@@ -84,9 +86,12 @@ class Saver:
             if current != save.stream:
                 self._platform.wait_event(current, save.last.filled)
 
-    def end(self) -> None:
+    def end(self, save: Save) -> None:
         """Block until every byte queued so far is in its host page."""
-        event = self._platform.new_event(blocking=True)
+        if save.before is not None:
+            # A thread that sleeps until an event wakes up late: it sleeps until the last copy but one.
+            self._platform.synchronize_event(save.before.emptied)
+        event = self._platform.new_event(blocking=save.before is None)
         self._platform.record(event, self._lane.copies)
         self._platform.d2h_fence(self._lane.copies, event)
 
