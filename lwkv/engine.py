@@ -21,12 +21,11 @@ from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.key_memo import KeyMemo
-from lwkv.keys import ChunkKey, as_token_ids, chunk_keys, make_namespace
+from lwkv.keys import as_token_ids, make_namespace
 from lwkv.log_level import follow_log_level
 from lwkv.metadata import CacheMetadata
 from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
-from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.request import CheckedRequest, Chunking, Request, as_salts, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval, LoadSettings
@@ -51,6 +50,10 @@ class CacheEngine:
         tiers: lower tiers, nearest first.
         timeline: records loads and saves; None for not at all.
 
+    Attributes:
+        namespace: what all keys begin with: everything that changes the bytes of a page.
+        load_settings: how its batches load.
+
     Raises:
         ConfigError: settings that cannot work for these caches, such as a tier that does not exist or a dtype
             that `metadata` names and no cache has; a connector that serves another engine.
@@ -69,13 +72,13 @@ class CacheEngine:
         self.config = config
         self.connector = connector
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
-        self._namespace = make_namespace(
+        self.namespace = make_namespace(
             metadata.as_registered([layer.dtype for layer in connector.layers]),
             config.chunk_size,
             connector.page_format,
             [layer.name for layer in connector.layers],
         )
-        self._memo = KeyMemo(self._make_keys)
+        self._memo = KeyMemo(self.namespace, self._chunking)
         self._counters = Counters()
         self._pool = HostPool(
             connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, self._counters
@@ -91,7 +94,9 @@ class CacheEngine:
             self._counters,
             use_device=use_device,
         )
-        self._settings = LoadSettings(config.lookahead_layers, config.prefetch_layers, config.load_timeout_s)
+        self.load_settings = LoadSettings(
+            config.lookahead_layers, config.prefetch_layers, config.load_timeout_s
+        )
         self._seen_caches = SeenCaches()
         self._closed = False
         self._ended = False
@@ -123,15 +128,6 @@ class CacheEngine:
     def num_layers(self) -> int:
         return self.connector.num_layers
 
-    @property
-    def namespace(self) -> str:
-        """What all keys begin with: everything that changes the bytes of a page."""
-        return self._namespace
-
-    @property
-    def load_settings(self) -> LoadSettings:
-        return self._settings
-
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
         """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
 
@@ -141,7 +137,7 @@ class CacheEngine:
         self._require_open()
         ids = as_token_ids(tokens)
         counts = self._chunking.chunk_tokens(len(ids))
-        keys = self._keys(ids[: int(counts.sum())], as_salts(salts))
+        keys = self._memo.keys(ids[: int(counts.sum())], as_salts(salts))
         return int(counts[: self._storage.lookup(keys)].sum())
 
     def retrieve_layer(
@@ -198,7 +194,7 @@ class CacheEngine:
         Args and Raises: as for `retrieve_layer`.
         """
         requests = self._check(check_stores, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
-        return store_steps(self._storing(requests, sync))
+        return store_steps(BatchStoring(requests, self.parts(), sync))
 
     def retrieve_batch(
         self, requests: Sequence[Request], sync: bool = True
@@ -211,7 +207,7 @@ class CacheEngine:
 
     def store_batch(self, requests: Sequence[Request], sync: bool = True) -> Generator[None, None, None]:
         """As `store_layer`, for several requests merged into one transfer a layer."""
-        return store_steps(self._storing(self._check(check_stores, requests), sync))
+        return store_steps(BatchStoring(self._check(check_stores, requests), self.parts(), sync))
 
     def retrieve(self, tokens: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
         """Load all layers at once, in front of the current stream's next work; arguments as above."""
@@ -280,17 +276,12 @@ class CacheEngine:
         self.close()
 
     def _retrieval(self, requests: Sequence[CheckedRequest]) -> BatchRetrieval:
-        return BatchRetrieval(requests, self.parts(), self._settings)
-
-    def _storing(self, requests: Sequence[CheckedRequest], sync: bool) -> BatchStoring:
-        return BatchStoring(requests, self.parts(), sync)
+        return BatchRetrieval(requests, self.parts(), self.load_settings)
 
     def parts(self) -> EngineParts:
         """What a batch works with, for whoever makes batches of other keys. Raises ClosedError."""
         self._require_open()
-        return EngineParts(
-            self._request_keys, self._storage, self.connector, self._completions, self._counters
-        )
+        return EngineParts(self._memo.of, self._storage, self.connector, self._completions, self._counters)
 
     def _check(
         self,
@@ -303,15 +294,6 @@ class CacheEngine:
             self.connector.register(kvcaches)
             self._seen_caches.remember(kvcaches)
         return check(requests, self.connector.num_slots, self._chunking)
-
-    def _request_keys(self, request: CheckedRequest) -> list[ChunkKey]:
-        return self._keys(request.ids[: int(request.chunk_tokens.sum())], request.salts)
-
-    def _keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
-        return self._memo.keys(ids, salts)
-
-    def _make_keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
-        return chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, self._chunking.partial)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
-from lwkv.keys import ChunkKey
+from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.platforms.protocol import Int64s
+from lwkv.request import CheckedRequest, Chunking
 
 NUM_PROMPTS = 8
 
 
 class KeyMemo:
-    """Calls `make_keys(ids, salts)` unless it was called for the same lately. Thread-safe.
+    """The keys of a namespace; those of the last prompts are made once. Thread-safe.
 
     Comparing 8192 ids costs a tenth of hashing them.
     """
 
-    def __init__(self, make_keys: Callable[[Int64s, tuple[str, ...]], list[ChunkKey]]) -> None:
-        self._make_keys = make_keys
+    def __init__(self, namespace: str, chunking: Chunking) -> None:
+        self._namespace = namespace
+        self._chunking = chunking
         self._recent: deque[tuple[Int64s, tuple[str, ...], list[ChunkKey]]] = deque(maxlen=NUM_PROMPTS)
 
     def keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
@@ -28,6 +29,11 @@ class KeyMemo:
         for known_ids, known_salts, keys in tuple(self._recent):
             if known_salts == salts and np.array_equal(known_ids, ids):
                 return keys
-        keys = self._make_keys(ids, salts)
+        size, partial = self._chunking.chunk_size, self._chunking.partial
+        keys = chunk_keys(ids, size, self._namespace, salts, partial)
         self._recent.append((ids.copy(), salts, keys))
         return keys
+
+    def of(self, request: CheckedRequest) -> list[ChunkKey]:
+        """The key of every chunk of a request."""
+        return self.keys(request.ids[: int(request.chunk_tokens.sum())], request.salts)

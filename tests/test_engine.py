@@ -504,7 +504,7 @@ def test_a_layer_that_fails_costs_only_the_tokens_of_its_chunk(
 
 
 def chunk_of(engine: CacheEngine, tokens: list[int], number: int) -> Any:
-    return engine._keys(np.asarray(tokens), ())[number]
+    return engine._memo.keys(np.asarray(tokens), ())[number]
 
 
 def test_a_chunk_that_vanishes_after_lookup_is_a_miss(oracle: Oracle) -> None:
@@ -671,7 +671,7 @@ def test_the_deadline_of_a_layer_counts_from_when_it_was_asked_for(
     """However long the model took for the layers before."""
     now = [0.0]
     with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=12, prefetch_layers=0) as engine:
-        engine._settings = replace(engine._settings, clock=lambda: now[0])
+        engine.load_settings = replace(engine.load_settings, clock=lambda: now[0])
         record = lwkv.retrieval.wait
 
         def answer(futures: Any, timeout: float) -> None:

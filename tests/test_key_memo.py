@@ -2,53 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
+from lwkv import key_memo
 from lwkv.key_memo import NUM_PROMPTS, KeyMemo
-from lwkv.keys import ChunkKey, chunk_keys
-from lwkv.platforms.protocol import Int64s
+from lwkv.keys import chunk_keys
+from lwkv.request import Chunking
 
 
-class Maker:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
-        self.calls += 1
-        return chunk_keys(ids, 3, "model", salts)
+@pytest.fixture
+def memo() -> KeyMemo:
+    return KeyMemo("model", Chunking(3, partial=False))
 
 
-def test_the_same_prompt_is_hashed_once() -> None:
-    maker = Maker()
-    memo = KeyMemo(maker)
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What keys were made of, call by call."""
+    calls: list[Any] = []
+    monkeypatch.setattr(key_memo, "chunk_keys", lambda *of: calls.append(of) or chunk_keys(*of))
+    return calls
+
+
+def test_the_same_prompt_is_hashed_once(memo: KeyMemo, made: list[Any]) -> None:
     first = memo.keys(np.arange(7), ("lora",))
     assert memo.keys(np.arange(7), ("lora",)) == first == chunk_keys(range(7), 3, "model", ["lora"])
-    assert maker.calls == 1
+    assert len(made) == 1
 
 
-def test_another_token_length_or_salt_is_another_prompt() -> None:
-    maker = Maker()
-    memo = KeyMemo(maker)
+def test_a_rest_that_fills_no_chunk_has_a_key_where_these_count() -> None:
+    memo = KeyMemo("model", Chunking(3, partial=True))
+    assert memo.keys(np.arange(7), ()) == chunk_keys(range(7), 3, "model", partial=True)
+
+
+def test_another_token_length_or_salt_is_another_prompt(memo: KeyMemo, made: list[Any]) -> None:
     asked = [(np.arange(7), ()), (np.arange(6), ()), (np.arange(7)[::-1], ()), (np.arange(7), ("a",))]
     for ids, salts in asked * 2:
         assert memo.keys(ids, salts) == chunk_keys(ids, 3, "model", salts)
-    assert maker.calls == 4
+    assert len(made) == 4
 
 
-def test_ids_that_change_afterwards_do_not_change_what_is_remembered() -> None:
-    memo, ids = KeyMemo(Maker()), np.arange(6)
+def test_ids_that_change_afterwards_do_not_change_what_is_remembered(memo: KeyMemo) -> None:
+    ids = np.arange(6)
     before = memo.keys(ids, ())
     ids[0] = 99
     assert memo.keys(ids, ()) == chunk_keys([99, 1, 2, 3, 4, 5], 3, "model") != before
     assert memo.keys(np.arange(6), ()) == before
 
 
-def test_only_the_last_prompts_are_kept() -> None:
-    maker = Maker()
-    memo = KeyMemo(maker)
+def test_only_the_last_prompts_are_kept(memo: KeyMemo, made: list[Any]) -> None:
     for number in range(NUM_PROMPTS + 1):
         memo.keys(np.array([number, 1, 2]), ())
     memo.keys(np.array([NUM_PROMPTS, 1, 2]), ())
-    assert maker.calls == NUM_PROMPTS + 1
+    assert len(made) == NUM_PROMPTS + 1
     memo.keys(np.array([0, 1, 2]), ())
-    assert maker.calls == NUM_PROMPTS + 2
+    assert len(made) == NUM_PROMPTS + 2

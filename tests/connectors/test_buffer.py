@@ -38,7 +38,7 @@ class Bench:
         assert self.engine.flush()
 
     def hold(self) -> Any:
-        return self.engine._storage.hold(self.engine._keys(np.array(TOKENS), ()), [CHUNK] * 3)
+        return self.engine._storage.hold(self.engine._memo.keys(np.array(TOKENS), ()), [CHUNK] * 3)
 
     def queue(self, load: Any, hold: Any, layers: range) -> None:
         for layer in layers:
@@ -210,7 +210,7 @@ def test_a_chunk_that_fails_late_does_not_disturb_layers_queued_before(
     bench.fill()
     bench.engine.close()
     again: Bench = make_bench(tiers=[tier], lookahead=lookahead)
-    failing = again.engine._keys(np.array(TOKENS), ())[1]
+    failing = again.engine._memo.keys(np.array(TOKENS), ())[1]
     tier.fails = lambda key: Status.MISS if (key.chunk, key.layer) == (failing, layer) else Status.OK
     with again.engine as engine:
         *_, mask = engine.retrieve_layer(TOKENS, slot_mapping=INTO, sync=sync)
