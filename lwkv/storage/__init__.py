@@ -4,7 +4,18 @@ from lwkv.storage.hold import Hold, LayerPages
 from lwkv.storage.host import Chunk, HostTier
 from lwkv.storage.manager import StorageManager
 from lwkv.storage.missing import Missing
-from lwkv.storage.tier import Status, Tier
+from lwkv.storage.tier import Status, Tier, TierSetup
 from lwkv.storage.write import Write
 
-__all__ = ["Chunk", "Hold", "HostTier", "LayerPages", "Missing", "Status", "StorageManager", "Tier", "Write"]
+__all__ = [
+    "Chunk",
+    "Hold",
+    "HostTier",
+    "LayerPages",
+    "Missing",
+    "Status",
+    "StorageManager",
+    "Tier",
+    "TierSetup",
+    "Write",
+]

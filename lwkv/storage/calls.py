@@ -22,8 +22,9 @@ class Calls:
     """One kind of calls to one tier, which is left alone while it fails or does not answer.
 
     One error may be the fault of what was asked for; from the second in a row on, the tier rests for 1 s,
-    then 2, up to 64. While any call is older than `timeout_s` seconds no other is begun, so that a tier that
-    hangs keeps no pages but those it has in hand. Both end by themselves. Thread-safe.
+    then 2, up to 64, and what is queued is not begun. While any call is older than `timeout_s` seconds no
+    other is begun, so that a tier that hangs keeps no pages but those it has in hand. Both end by themselves.
+    Thread-safe.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Calls:
             answering = not self._late and now >= self._rest_until
         if is_news:
             self._counters.add(f"{self._tier}_timeouts")
-            self._counters.add(f"{self._tier}_skipped", self._workers.cancel_queued())
+            self._skip_queued()
             log.warning(
                 "tier %s: no answer to a %s within %g s: left alone until there is",
                 self._tier,
@@ -89,21 +90,31 @@ class Calls:
 
     def _ended(self, call: Future[Any]) -> None:
         error = None if call.cancelled() else call.exception()
+        rests = False
         with self._lock:
             del self._asked[call]
             if error is not None:
-                self._count_failure()
+                rests = self._count_failure()
             elif not call.cancelled():
                 self._failures = 0
         if error is not None:
             self._counters.add(f"{self._tier}_errors")
             log.warning("tier %s: %s failed: %s: %s", self._tier, self._kind, type(error).__name__, error)
+        if rests:
+            self._skip_queued()
 
-    def _count_failure(self) -> None:
+    def _skip_queued(self) -> None:
+        if skipped := self._workers.cancel_queued():
+            self._counters.add(f"{self._tier}_skipped", skipped)
+
+    def _count_failure(self) -> bool:
+        """Whether a rest begins with this one."""
         now = self._clock()
         # Calls that were on their way when the rest began say nothing new.
         if now < self._rest_until:
-            return
+            return False
         self._failures += 1
-        if self._failures > 1:
-            self._rest_until = now + FIRST_REST_S * 2 ** min(self._failures - 2, DOUBLINGS)
+        if self._failures == 1:
+            return False
+        self._rest_until = now + FIRST_REST_S * 2 ** min(self._failures - 2, DOUBLINGS)
+        return True

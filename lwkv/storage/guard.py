@@ -64,9 +64,9 @@ class Guard:
         """
         return self._reads.submit(partial(self._get, keys, layer, pages))
 
-    def put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> Future[None]:
-        """Start to copy complete chunks; their pages must not change until the future is done."""
-        return self._writes.submit(partial(self._put, keys, chunks))
+    def put(self, key: ChunkKey, chunk: Chunk) -> Future[None]:
+        """Start to copy a complete chunk; its pages must not change until the future is done."""
+        return self._writes.submit(partial(self._put, key, chunk))
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
@@ -96,16 +96,18 @@ class Guard:
         layer_keys = [LayerKey(key, layer) for key in keys]
         return self._outcomes("get", self._tier.get(layer_keys, buffers, self._timeout_s), len(keys))
 
-    def _put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
-        alive = list(zip(keys, chunks, strict=True))
-        # Layer 0 is the commit record: last, and only for chunks whose other layers are there.
-        for layer in [*range(1, len(chunks[0].pages)), 0]:
-            layer_keys = [LayerKey(key, layer) for key, _ in alive]
-            buffers = [self._pool.page(int(chunk.pages[layer])) for _, chunk in alive]
-            ends = self._outcomes("put", self._tier.put(layer_keys, buffers, self._timeout_s), len(alive))
-            alive = [item for item, end in zip(alive, ends, strict=True) if end == FILLED]
-            if not alive:
-                return
+    def _put(self, key: ChunkKey, chunk: Chunk) -> None:
+        # Layer 0 is the commit record: last, and only where all other layers are there.
+        if self._put_layers(key, chunk, range(1, len(chunk.pages))):
+            self._put_layers(key, chunk, range(1))
+
+    def _put_layers(self, key: ChunkKey, chunk: Chunk, layers: Sequence[int]) -> bool:
+        if not layers:
+            return True
+        layer_keys = [LayerKey(key, layer) for layer in layers]
+        buffers = [self._pool.page(int(chunk.pages[layer])) for layer in layers]
+        ends = self._outcomes("put", self._tier.put(layer_keys, buffers, self._timeout_s), len(layers))
+        return bool((ends == FILLED).all())
 
     def _outcomes(self, call: str, statuses: Sequence[Status], expected: int) -> Int64s:
         _check_length(call, statuses, expected)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -67,6 +68,12 @@ class StorageManager:
         with self._lock:
             return len(self._writing)
 
+    def is_kept(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether each chunk is in host memory or on its way there."""
+        with self._lock:
+            in_host = self.host.contains(keys)
+            return [there or key in self._writing for key, there in zip(keys, in_host, strict=True)]
+
     def lookup(self, keys: Sequence[ChunkKey]) -> int:
         """Count the leading chunks that some tier has."""
         in_host = self.host.contains(keys)
@@ -123,8 +130,8 @@ class StorageManager:
         They are visible even if a tier raises, which is passed on.
         """
         try:
-            for tier in self._tiers:
-                self._write_through(tier, keys, chunks)
+            for tier, (key, chunk) in product(self._tiers, zip(keys, chunks, strict=True)):
+                self._write_through(tier, key, chunk)
         finally:
             self.host.insert(keys, chunks)
             self._unclaim(keys)
@@ -195,14 +202,13 @@ class StorageManager:
                 fetch.watch(tier.get(keys, layer, pages), positions, pages)
         return fetch.future
 
-    def _write_through(self, tier: Guard, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
-        pages = np.concatenate([chunk.pages for chunk in chunks])
-        self._pool.share(pages)
+    def _write_through(self, tier: Guard, key: ChunkKey, chunk: Chunk) -> None:
+        self._pool.share(chunk.pages)
         with ExitStack() as undo:
-            undo.callback(self._pool.release, pages)
-            put = tier.put(keys, chunks)
+            undo.callback(self._pool.release, chunk.pages)
+            put = tier.put(key, chunk)
             undo.pop_all()
-        put.add_done_callback(lambda _: self._pool.release(pages))
+        put.add_done_callback(lambda _: self._pool.release(chunk.pages))
 
     def _lower_tiers(self, keys: Sequence[ChunkKey], in_host: Sequence[bool]) -> list[Guard | None]:
         found: list[Guard | None] = [None] * len(keys)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import torch
 
+from lwkv.config import Config
+from lwkv.counters import Counters
 from lwkv.keys import ChunkKey, LayerKey
 
 
@@ -25,7 +28,8 @@ class Tier(Protocol):
     Calls block, run on threads of the tier's guard, several at once, and should return within `deadline_s`
     seconds; whoever waits has its own clock. Raising counts as ERROR for every key of the call: raise where
     the tier itself fails, so that it is left alone for a while. A chunk is present when its layer 0 is: the
-    guard puts layer 0 last, a tier removes it first.
+    guard puts layer 0 last, in a call of its own, and only where every other layer was OK; a tier removes it
+    first. What a tier cannot vouch for (another key, other bytes than were put) is a MISS.
 
     At the interpreter's exit the calls under way have five seconds to return, all tiers together: a thread
     that is inside torch when the interpreter goes away can abort the process.
@@ -34,12 +38,54 @@ class Tier(Protocol):
     name: str
 
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
-        """Whether each chunk is present, without reading payloads."""
+        """Whether each chunk is present, without reading payloads; whoever else put it."""
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
-        """Fill each page, uint8 (bytes,), with the layer of its key; one status a key."""
+        """Fill each page, uint8 (page_bytes,), with the layer of its key; one status a key.
+
+        Keys are of one layer or several, of any chunks. Nothing is written to a page once the call returned.
+        """
 
     def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
-        """Keep a copy of each page; the pages do not change before the call returns."""
+        """Keep a copy of each page, uint8 (page_bytes,), which does not change before the call returns.
 
-    def close(self) -> None: ...
+        Keys are of one layer or several, of any chunks. What is there already may be left as it is: the same
+        key has the same bytes.
+        """
+
+    def close(self) -> None:
+        """Give everything back; calls after that raise or return no OK. No other call is under way."""
+
+
+@dataclass(frozen=True)
+class TierSetup:
+    """What a tier is told of the engine that it serves.
+
+    `page_format` tells people and other tools how the bytes of a page are laid out; the namespace of the keys
+    covers all of it. Pages are parts of the pool's slabs: `page.untyped_storage()` is the slab, which lives
+    as long as the engine. Why something failed is counted in `counters`, as "<tier>_<reason>".
+    """
+
+    config: Config
+    num_layers: int
+    page_bytes: int
+    page_format: str
+    counters: Counters
+
+
+class TierModule(Protocol):
+    """What the module of a kind of tier has: `lwkv.storage.tiers` names the modules by URL scheme."""
+
+    def open_tier(self, url: str, setup: TierSetup) -> Tier:
+        """Open the tier at `url`.
+
+        A server that does not answer is no error: calls will fail until it does.
+
+        Raises:
+            ConfigError: what the user has to change: the URL, a package that is missing, a folder that cannot
+                be written to. The text has no password.
+        """
+
+    def examine(self, url: str, config: Config) -> Mapping[str, str]:
+        """Tell `lwkv doctor` how the tier at `url` is: what, and how it is. Raises what does not work:
+        ConfigError, OSError or RuntimeError."""

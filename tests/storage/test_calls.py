@@ -79,6 +79,21 @@ def test_from_the_second_error_in_a_row_on_a_tier_rests_for_longer_and_longer(pe
     assert peer.counters.totals() == {"disk_errors": 10, "disk_skipped": 9}
 
 
+def test_what_is_queued_when_the_tier_begins_to_rest_is_not_begun(peer: Peer) -> None:
+    assert peer.fail() is not None
+
+    def fail_late() -> bool:
+        peer.gate.wait(LONG_S)
+        return peer._raise()
+
+    last = peer.calls.submit(fail_late)
+    queued = [peer.calls.submit(lambda: True) for _ in range(3)]
+    peer.gate.set()
+    assert isinstance(peer.end(last), OSError)
+    assert all(call.cancelled() for call in queued)
+    assert peer.counters.totals() == {"disk_errors": 2, "disk_skipped": 3}
+
+
 def test_a_success_ends_the_row(peer: Peer) -> None:
     for _ in range(3):
         assert peer.fail() is not None

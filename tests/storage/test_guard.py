@@ -265,7 +265,7 @@ def test_writes_under_way_end_before_their_tier_is_closed() -> None:
     rig = Rig(8, [tier])
     rig.commit(1, 2, 3)
     rig.manager.close(LONG_S)
-    assert [name for name, _ in tier.calls] == ["put"] * NUM_LAYERS + ["close"]
+    assert [name for name, _ in tier.calls] == ["put"] * (2 * 3) + ["close"]
     assert len(tier.pages) == 3 * NUM_LAYERS
 
 

@@ -1,0 +1,47 @@
+"""Where the tiers that the contract is tested with keep their pages: a kind a name.
+
+A new kind is one entry of PLACES: a function that makes ready what the kind needs, a folder or a server, by
+the fixtures of `request`, and returns how to open a tier there, as often as one likes, each as another
+process would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from storage.faulty_tier import MemoryPages
+
+from lwkv.config import Config
+from lwkv.counters import Counters
+from lwkv.storage import Tier, TierSetup
+from lwkv.storage.tiers import open_tiers
+
+OpenTier = Callable[[TierSetup], Tier]
+
+
+def make_setup(page_bytes: int, num_layers: int, **settings: object) -> TierSetup:
+    return TierSetup(Config(**settings), num_layers, page_bytes, "canonical", Counters())
+
+
+def open_only(setup: TierSetup, **settings: object) -> Tier:
+    """Open the one tier that these settings name, as the engine does."""
+    [tier] = open_tiers(replace(setup, config=Config(**settings)))
+    return tier
+
+
+def _memory(request: pytest.FixtureRequest) -> OpenTier:
+    first = MemoryPages()
+
+    def open_another(setup: TierSetup) -> Tier:
+        another = MemoryPages()
+        another.pages = first.pages
+        return another
+
+    return open_another
+
+
+PLACES: dict[str, Callable[[pytest.FixtureRequest], OpenTier]] = {
+    "memory": _memory,
+}
