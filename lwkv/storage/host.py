@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +24,14 @@ class Chunk:
     pins: int = 0
 
 
+class Watcher(Protocol):
+    """Is told what becomes visible and what goes, in order. Called under the tier's lock: it must not block."""
+
+    def kept(self, keys: Sequence[ChunkKey]) -> None: ...
+
+    def dropped(self, keys: Sequence[ChunkKey]) -> None: ...
+
+
 class HostTier:
     """Complete chunks in the host pool, least recently used first.
 
@@ -36,6 +45,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._closed = False
         self.evicted = 0
+        self.watcher: Watcher | None = None
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -78,6 +88,8 @@ class HostTier:
                     surplus.append(chunk.pages)
                 else:
                     self._chunks[key] = chunk
+            if self.watcher is not None:
+                self.watcher.kept(keys)
         self._release(surplus)
 
     def evictable(self) -> int:
@@ -100,6 +112,8 @@ class HostTier:
                 return False
             dropped = [self._chunks.pop(key).pages for key in victims]
             self.evicted += len(dropped)
+            if self.watcher is not None:
+                self.watcher.dropped(victims)
         self._release(dropped)
         return True
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from storage.rig import PAGE_BYTES, key, keys
 
+from lwkv.keys import ChunkKey
 from lwkv.platforms.cpu import CPU
 from lwkv.pool import HostPool
 from lwkv.storage import Chunk, HostTier
@@ -112,6 +114,27 @@ def test_a_chunk_that_is_pinned_at_the_close_goes_with_its_last_pin(host: HostTi
     assert pool.references == NUM_LAYERS
     host.unpin([again])
     assert (len(host), pool.references, pool._slabs) == (0, 0, [])
+
+
+class Diary:
+    """A watcher that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, list[ChunkKey]]] = []
+
+    def kept(self, keys: Sequence[ChunkKey]) -> None:
+        self.lines.append(("kept", list(keys)))
+
+    def dropped(self, keys: Sequence[ChunkKey]) -> None:
+        self.lines.append(("dropped", list(keys)))
+
+
+def test_a_watcher_is_told_what_comes_and_what_is_evicted_in_order(host: HostTier, pool: HostPool) -> None:
+    host.watcher = diary = Diary()
+    insert(host, pool, 1, 2)
+    assert host.evict(1)
+    insert(host, pool, 2)
+    assert diary.lines == [("kept", keys(1, 2)), ("dropped", keys(2)), ("kept", keys(2))]
 
 
 def test_nothing_is_evicted_for_no_page(host: HostTier, pool: HostPool) -> None:
