@@ -70,9 +70,9 @@ class StorageManager:
 
     def is_kept(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether each chunk is in host memory or on its way there."""
-        with self._lock:
-            in_host = self.host.contains(keys)
-            return [there or key in self._writing for key, there in zip(keys, in_host, strict=True)]
+        # In this order: a write becomes visible before it is over.
+        writing = [key in self._writing for key in keys]
+        return [any(flags) for flags in zip(writing, self.host.contains(keys), strict=True)]
 
     def lookup(self, keys: Sequence[ChunkKey]) -> int:
         """Count the leading chunks that some tier has."""

@@ -189,6 +189,15 @@ def test_a_write_given_up_leaves_its_chunks_to_others_and_keeps_its_pages_until_
     assert rig.lookup(1, 2) == 2
 
 
+def test_a_chunk_is_kept_from_the_begin_of_its_write_until_it_is_aborted_or_evicted(rig: Rig) -> None:
+    rig.store(1)
+    write = rig.begin(2)
+    assert write is not None
+    assert rig.manager.is_kept(keys(1, 2, 3)) == [True, True, False]
+    write.abort()
+    assert rig.manager.is_kept(keys(1, 2, 3)) == [True, False, False]
+
+
 def test_a_chunk_named_twice_is_written_once(rig: Rig) -> None:
     write = rig.begin(1, 2, 1)
     assert write is not None
