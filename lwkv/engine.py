@@ -16,7 +16,6 @@ from lwkv.completions import Completions
 from lwkv.config import Config
 from lwkv.config_status import without_effect
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
-from lwkv.connectors.paged import Registration
 from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import ClosedError, ConfigError
@@ -27,9 +26,9 @@ from lwkv.metadata import CacheMetadata
 from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
 from lwkv.pool import HostPool
+from lwkv.registered import Registration
 from lwkv.request import CheckedRequest, Chunking, Request, as_salts, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval, LoadSettings
-from lwkv.seen_caches import SeenCaches
 from lwkv.storage import StorageManager, Tier
 from lwkv.storing import BatchStoring
 from lwkv.timeline import Timeline
@@ -97,7 +96,6 @@ class CacheEngine:
         self.load_settings = LoadSettings(
             config.lookahead_layers, config.prefetch_layers, config.load_timeout_s
         )
-        self._seen_caches = SeenCaches()
         self._closed = False
         self._ended = False
         connector.start(self._pool, timeline)
@@ -290,9 +288,8 @@ class CacheEngine:
         kvcaches: Registration | None = None,
     ) -> list[CheckedRequest]:
         self._require_open()
-        if kvcaches is not None and not self._seen_caches.has(kvcaches):
+        if kvcaches is not None:
             self.connector.register(kvcaches)
-            self._seen_caches.remember(kvcaches)
         return check(requests, self.connector.num_slots, self._chunking)
 
     def _require_open(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lwkv.errors import LayoutError
 from lwkv.paged_layer import WORDS, KVSpec, PagedLayer
-from lwkv.registered import Registered, picture, read_registered
+from lwkv.registered import Registration, picture, place, read_registered
 
 __all__ = ["LAYOUTS", "KVSpec", "Layout", "PagedLayer", "describe_layers"]
 
@@ -93,7 +93,7 @@ LAYOUTS = (
 
 
 def describe_layers(
-    kvcaches: Mapping[str, Registered] | Sequence[Registered],
+    kvcaches: Registration,
     spec: KVSpec | Mapping[str, KVSpec],
     layout: str | None = None,
     opaque_tag: str | None = None,
@@ -142,7 +142,7 @@ def _only_views(
 ) -> Views:
     known = [entry for entry in LAYOUTS if layout in (None, entry.name)]
     fitting = [entry for entry in known if entry.fits(raw, spec)]
-    found = {_addresses(views): views for views in (entry.views(raw, spec) for entry in fitting)}
+    found = {_places(views): views for views in (entry.views(raw, spec) for entry in fitting)}
     if len(found) == 1:
         return found.popitem()[1]
     if fitting:
@@ -181,13 +181,8 @@ def _to_bnhd(t: Tensor, axes: str, block_size: int) -> Tensor:
     return t.permute(*(axes.index(axis) for axis in "BNHD"))
 
 
-def _addresses(views: Views) -> tuple[object, ...]:
-    """Equal for views whose equal indices are equal addresses; strides of one-element axes do not matter."""
-    return tuple(
-        (t.data_ptr(), *((n, stride if n > 1 else 0) for n, stride in zip(t.shape, t.stride(), strict=True)))
-        for t in views
-        if t is not None
-    )
+def _places(views: Views) -> tuple[object, ...]:
+    return tuple(place(t) for t in views if t is not None)
 
 
 def _check_names(

@@ -14,6 +14,7 @@ from lwkv.errors import LayoutError
 logger = logging.getLogger(__name__)
 
 Registered: TypeAlias = "Tensor | tuple[Tensor, ...] | list[Tensor]"
+Registration: TypeAlias = "Mapping[str, Registered] | Sequence[Registered]"
 Named: TypeAlias = "dict[str, tuple[Tensor, ...]]"
 
 DTYPES = (
@@ -22,7 +23,7 @@ DTYPES = (
 )
 
 
-def read_registered(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -> Named:
+def read_registered(kvcaches: Registration) -> Named:
     """Give each layer's tensors, one or K and V, by name in the caller's order; a sequence's are layer_0, ...
 
     Layers that share their KV under a second name are left out, with a log line.
@@ -37,7 +38,7 @@ def read_registered(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -
     return _without_repeats(named)
 
 
-def number_layers(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -> dict[str | int, int]:
+def number_layers(kvcaches: Registration) -> dict[str | int, int]:
     """Give the number among the layers that are moved of every entry, by name and by position.
 
     Positions count all entries in the caller's order; an entry that shares its KV has its owner's number.
@@ -49,7 +50,18 @@ def number_layers(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -> 
     return dict(zip(named, found, strict=True)) | dict(enumerate(found))
 
 
-def _name(kvcaches: Mapping[str, Registered] | Sequence[Registered]) -> Named:
+def place(t: Tensor) -> tuple[object, ...]:
+    """Equal for tensors whose equal indices are the same elements at the same addresses."""
+    return (t.data_ptr(), *_form(t))
+
+
+def picture(name: str, tensors: Sequence[Tensor]) -> str:
+    """Show a layer in an error text."""
+    shapes = (f"shape {tuple(t.shape)} strides {t.stride()} {t.dtype}" for t in tensors)
+    return f"layer {name!r}: {' and '.join(shapes)}"
+
+
+def _name(kvcaches: Registration) -> Named:
     if not isinstance(kvcaches, Mapping | list | tuple):
         raise LayoutError(
             f"kvcaches is of type {type(kvcaches).__name__}; register a mapping from layer names to tensors, "
@@ -78,8 +90,9 @@ def _check_memory(name: str, tensors: tuple[Tensor, ...], device: torch.device) 
 
 
 def _form(t: Tensor) -> tuple[object, ...]:
-    steps = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
-    return t.shape, t.dtype, steps
+    """Strides of axes with one element do not matter."""
+    steps = tuple(stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1)
+    return t.dtype, t.shape, steps
 
 
 def _memory_problem(t: Tensor, device: torch.device) -> str | None:
@@ -113,19 +126,9 @@ def _without_repeats(named: Named) -> Named:
         if owner is None and len(set(pointers)) == len(pointers):
             kept[name] = tensors
             owners |= dict.fromkeys(pointers, name)
-        elif owner is not None and _identity(tensors) == _identity(kept[owner]):
+        elif owner is not None and [*map(place, tensors)] == [*map(place, kept[owner])]:
             logger.info("layer %r shares the KV memory of %r and is moved with it", name, owner)
         else:
             other = owner or "its own other part"
             raise LayoutError(f"{picture(name, tensors)}: starts at the same address as {other}")
     return kept
-
-
-def _identity(tensors: Sequence[Tensor]) -> list[object]:
-    return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-
-
-def picture(name: str, tensors: Sequence[Tensor]) -> str:
-    """Show a layer in an error text."""
-    shapes = (f"shape {tuple(t.shape)} strides {t.stride()} {t.dtype}" for t in tensors)
-    return f"layer {name!r}: {' and '.join(shapes)}"

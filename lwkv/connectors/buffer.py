@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,6 @@ import torch
 
 from lwkv.connectors.buffered_load import BufferedLoad, as_buffered, send_places
 from lwkv.connectors.buffers import memory_of, new_buffer
-from lwkv.connectors.caches import Registration
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.plan import Plan, Slice
@@ -37,15 +37,10 @@ class BufferConnector(PagedConnector):
         """Layers in the buffer: those queued ahead, the one in use and the one arriving."""
         return self._config.lookahead_layers + 2
 
-    def register(self, kvcaches: Registration) -> None:
-        """Describe what the engine registers.
-
-        Raises:
-            LayoutError: as for a PagedConnector; opaque blocks; layers of different shapes.
-        """
-        super().register(kvcaches)
-        first = self.layers[0]
-        for layer in self.layers:
+    def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
+        """Raise LayoutError for opaque blocks, and for layers of different shapes."""
+        first = layers[0]
+        for layer in layers:
             if layer.tokens_per_row != 1 or _shape(layer) != _shape(first):
                 raise LayoutError(
                     f"layer {layer.name!r} ({layer.page_format}, {_shape(layer)}) cannot be blended: that "

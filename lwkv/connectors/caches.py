@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import TypeAlias
+from operator import is_
 
 import torch
+from torch import Tensor
 
 from lwkv.errors import LayoutError
 from lwkv.layout import KVSpec, describe_layers
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Platform
-from lwkv.registered import Registered, number_layers
-
-Registration: TypeAlias = "Mapping[str, Registered] | Sequence[Registered]"
+from lwkv.registered import Registration, number_layers, place
 
 
 class Caches:
@@ -47,6 +46,7 @@ class Caches:
         self._spec = spec
         self._layout = layout
         self._opaque_tag = opaque_tag
+        self._seen: list[Tensor] = []
 
     @property
     def num_layers(self) -> int:
@@ -78,22 +78,31 @@ class Caches:
         return max(layer.tokens_per_row for layer in self.layers)
 
     def register(self, kvcaches: Registration) -> None:
-        """Describe what the engine registers; the same tensors again are fine.
+        """Describe what the engine registers; the same again is fine, and the very same tensors cost little.
 
         Raises:
             LayoutError: as `describe_layers`; other memory than before, or the same seen in another way;
                 tensors of another device type.
         """
+        tensors = _tensors(kvcaches)
+        if self._seen and len(tensors) == len(self._seen) and all(map(is_, tensors, self._seen)):
+            return
         layers = describe_layers(kvcaches, self._spec, self._layout, self._opaque_tag)
         if layers[0].device.type != self.platform.device_type:
             raise LayoutError(
                 f"layer {layers[0].name!r} is on {layers[0].device}, the platform is {self.platform.name!r}: "
                 "leave the platform to be detected, or name the one that the caches are on"
             )
-        if self.layers and list(map(_memory, layers)) != list(map(_memory, self.layers)):
+        if self.layers and [*map(_places, layers)] != [*map(_places, self.layers)]:
             raise LayoutError("other KV caches were registered before: make an engine for each set of caches")
         if not self.layers:
+            self._check_layers(layers)
             self.layers, self.layer_of = layers, number_layers(kvcaches)
+        # The tensors, not what holds them: that may be filled anew.
+        self._seen = tensors
+
+    def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
+        """For connectors that cannot move any layer: raise LayoutError."""
 
 
 def _page_kind(layer: PagedLayer) -> str:
@@ -101,7 +110,12 @@ def _page_kind(layer: PagedLayer) -> str:
     return f"{layer.page_format}:{dtype}:{layer.parts}x{layer.row_bytes}"
 
 
-def _memory(layer: PagedLayer) -> object:
-    """Equal for layers that are the same elements at the same addresses."""
-    views = [layer.k] if layer.v is None else [layer.k, layer.v]
-    return layer.dtype, [(view.data_ptr(), view.shape, view.stride()) for view in views]
+def _places(layer: PagedLayer) -> list[object]:
+    return [layer.dtype, place(layer.k), None if layer.v is None else place(layer.v)]
+
+
+def _tensors(kvcaches: Registration) -> list[Tensor]:
+    layers = list(kvcaches.values()) if isinstance(kvcaches, Mapping) else kvcaches
+    if not isinstance(layers, list | tuple):
+        return []
+    return [t for layer in layers for t in (layer if isinstance(layer, list | tuple) else (layer,))]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from lwkv.config import Config
-from lwkv.connectors.caches import Caches, Registration
+from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
 from lwkv.connectors.plan import Cut, FullRows, Plan, Slice, page_shape
@@ -25,8 +25,6 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.timeline import Timeline
 from lwkv.transfer import Transfer
-
-__all__ = ["PagedConnector", "Registration"]
 
 STAGING_ALIGNMENT = 512
 
