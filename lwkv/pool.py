@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lwkv.counters import Counters
@@ -137,10 +138,11 @@ class HostPool:
         while self._grow_for(min(count, self.max_pages)):
             pass
 
-    def is_shared(self, pages: Int64s) -> bool:
-        """Whether any of `pages` has several references: one `release` would not free them all."""
+    def shared(self, pages: Int64s) -> npt.NDArray[np.bool_]:
+        """Which of `pages`, of any shape, have several references: one `release` does not free them."""
         with self._lock:
-            return bool((self._references[pages] > 1).any())
+            several: npt.NDArray[np.bool_] = self._references[pages] > 1
+            return several
 
     def share(self, pages: Int64s) -> None:
         """Add one reference to each of `pages`. Raises ValueError as `release`."""

@@ -118,9 +118,9 @@ def test_a_page_is_free_again_with_its_last_reference() -> None:
     pool = make_pool(2)
     pages = taken(pool, 2)
     pool.share(pages)
-    assert pool.is_shared(pages)
+    assert pool.shared(pages).all()
     pool.release(pages)
-    assert not pool.is_shared(pages)
+    assert not pool.shared(pages).any()
     assert (pool.pages_in_use, pool.references) == (2, 2)
     assert pool.allocate(1) is None
     pool.release(pages[::-1])
@@ -128,12 +128,11 @@ def test_a_page_is_free_again_with_its_last_reference() -> None:
     assert len(taken(pool, 2)) == 2
 
 
-def test_one_shared_page_makes_the_group_shared() -> None:
+def test_each_page_is_shared_or_not_by_itself() -> None:
     pool = make_pool(3)
     pages = taken(pool, 3)
     pool.share(pages[1:2])
-    assert pool.is_shared(pages)
-    assert not pool.is_shared(pages[[0, 2]])
+    assert pool.shared(pages.reshape(1, 3)).tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("method", ["release", "share"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
+
+CHUNKS_AT_A_TIME = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -95,20 +98,13 @@ class HostTier:
     def evictable(self) -> int:
         """How many pages `evict` could free; looks at every chunk."""
         with self._lock:
-            return sum(len(chunk.pages) for chunk in self._chunks.values() if self._may_go(chunk))
+            return sum(len(self._chunks[key].pages) for key in self._evictable())
 
     def evict(self, num_pages: int) -> bool:
         """Free `num_pages` pages or more, least recently used chunks first; none where too few can go."""
-        victims: list[ChunkKey] = []
-        found = 0
         with self._lock:
-            for key, chunk in self._chunks.items():
-                if found >= num_pages:
-                    break
-                if self._may_go(chunk):
-                    victims.append(key)
-                    found += len(chunk.pages)
-            if found < num_pages:
+            victims = self._oldest(num_pages)
+            if victims is None:
                 return False
             dropped = [self._chunks.pop(key).pages for key in victims]
             self.evicted += len(dropped)
@@ -124,8 +120,25 @@ class HostTier:
             dropped = self._take_unpinned()
         self._release(dropped)
 
-    def _may_go(self, chunk: Chunk) -> bool:
-        return not chunk.pins and not self._pool.is_shared(chunk.pages)
+    def _oldest(self, num_pages: int) -> list[ChunkKey] | None:
+        """The chunks that are to go for `num_pages` pages; None where all that can go have fewer."""
+        victims: list[ChunkKey] = []
+        evictable = self._evictable()
+        while num_pages > 0:
+            key = next(evictable, None)
+            if key is None:
+                return None
+            victims.append(key)
+            num_pages -= len(self._chunks[key].pages)
+        return victims
+
+    def _evictable(self) -> Iterator[ChunkKey]:
+        unpinned = (item for item in self._chunks.items() if not item[1].pins)
+        # Many at a time: the pool is asked, and its lock taken, once for all of them.
+        while some := list(islice(unpinned, CHUNKS_AT_A_TIME)):
+            pages = np.concatenate([chunk.pages for _, chunk in some]).reshape(len(some), -1)
+            is_read = np.logical_or.reduce(self._pool.shared(pages), axis=1)
+            yield from (key for (key, _), read in zip(some, is_read, strict=True) if not read)
 
     def _take_unpinned(self) -> list[Int64s]:
         unpinned = [key for key, chunk in self._chunks.items() if not chunk.pins]

@@ -166,7 +166,8 @@ class StorageManager:
         """Pages for up to `num_chunks` chunks, int64 (layers, chunks), none of them taken from `keys`."""
         pages = self._pool.allocate(self._num_layers * num_chunks)
         if pages is None:
-            known = [chunk for chunk in self.host.pin(keys) if chunk is not None]
+            all_new = num_chunks == len(keys)
+            known = [] if all_new else [chunk for chunk in self.host.pin(keys) if chunk is not None]
             pages = self._as_many_pages(num_chunks)
             self.host.unpin(known)
         return pages.reshape(self._num_layers, -1)
