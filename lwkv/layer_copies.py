@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 import torch
@@ -12,8 +11,8 @@ from lwkv.platforms import CopyBatch
 from lwkv.platforms.protocol import Int64s
 
 
-class LayerCopies(Sequence[CopyBatch]):
-    """Batch j of this sequence holds the copies of `pages[j]` to or from a buffer of its own.
+class LayerCopies:
+    """Item j is the batch of copies of `pages[j]` to or from a buffer of its own, made when it is asked for.
 
     It has the first `sizes[i]` bytes of page `pages[j, i]`, at `i * device_stride` of the buffer.
     Neighbouring full pages are one run where both sides are contiguous.
@@ -47,21 +46,8 @@ class LayerCopies(Sequence[CopyBatch]):
         self._sizes = np.add.reduceat(np.tile(sizes, len(pages)), first)
         self._ends = [0, *starts.sum(axis=1).cumsum().tolist()]
 
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> CopyBatch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[CopyBatch]: ...
-
-    def __getitem__(self, index: int | slice) -> CopyBatch | Sequence[CopyBatch]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"layer {index} of {len(self)}")
-        run = slice(*self._ends[index : index + 2])
+    def __getitem__(self, layer: int) -> CopyBatch:
+        run = slice(self._ends[layer], self._ends[layer + 1])
         # Stable: pages are loaded from only after the host has seen their last save end.
         return CopyBatch(
             self._slabs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from lwkv.counters import Counters
 from lwkv.errors import ConfigError
 from lwkv.free_list import FreeList
 from lwkv.layer_copies import LayerCopies
-from lwkv.platforms import CopyBatch, Platform
+from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class HostPool:
         start = number % self._span * self.page_stride
         return self._slabs[number // self._span].narrow(0, start, self.page_bytes)
 
-    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> Sequence[CopyBatch]:
+    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> LayerCopies:
         """Describe the copies of several layers; arguments and result as in LayerCopies."""
         return LayerCopies(
             self._slabs, self._bases, self._span, self.page_stride, pages, sizes, device_stride

@@ -20,7 +20,7 @@ from lwkv.errors import ConfigError
 from lwkv.kernels import Kernels, Rows, choose_kernels
 from lwkv.layout import KVSpec
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import Platform, Stream
+from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.timeline import Timeline
@@ -95,7 +95,7 @@ class PagedConnector(Caches):
 
         Give the pages, int64 (layers, chunks), where all are known: the first copies are then queued at once.
         """
-        plan = self._plan(transfer, self._uploads(self._load_lane.kernels))
+        plan = self._plan(transfer, self._load_lane)
         return self._loader.begin(plan, self.layers, pages)
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
@@ -127,7 +127,7 @@ class PagedConnector(Caches):
 
         Pages are int64 (layers, chunks), as they will be given layer by layer.
         """
-        plan = self._plan(transfer, self._uploads(self._save_lane.kernels))
+        plan = self._plan(transfer, self._save_lane)
         plan.know(self.layers, pages)
         return Save(self._saver, plan)
 
@@ -174,10 +174,8 @@ class PagedConnector(Caches):
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())
 
-    def _uploads(self, stream: Stream) -> Uploads:
-        return Uploads(self.platform, self.device, stream, self._spare)
-
-    def _plan(self, transfer: Transfer, uploads: Uploads) -> Plan:
+    def _plan(self, transfer: Transfer, lane: Lane) -> Plan:
+        uploads = Uploads(self.platform, self.device, lane.kernels, self._spare)
         return Plan(transfer, uploads, self._pool, self._cut)
 
     def _write(self, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from lwkv.connectors.upload import Uploads
 from lwkv.kernels import Rows
+from lwkv.layer_copies import LayerCopies
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch
 from lwkv.platforms.protocol import Int64s
@@ -78,7 +79,7 @@ class Plan:
         self._cut = cut
         self._slices: dict[PageShape, list[Slice]] = {}
         self._known: tuple[Sequence[PagedLayer], Int64s] | None = None
-        self._prepared: list[Sequence[CopyBatch]] = []
+        self._prepared: list[LayerCopies] = []
         self._num_prepared = 0
 
     def only(self, chunks: npt.NDArray[np.bool_]) -> Plan:
@@ -116,7 +117,7 @@ class Plan:
     def _firsts(self) -> range:
         return range(0, self.transfer.num_chunks, self._cut.chunks_per_slice)
 
-    def _batches(self, first: int, layer: PagedLayer, pages: Int64s) -> Sequence[CopyBatch]:
+    def _batches(self, first: int, layer: PagedLayer, pages: Int64s) -> LayerCopies:
         chunks, size = slice(first, first + self._cut.chunks_per_slice), self._cut.chunk_size
         sizes = self.transfer.page_rows(page_shape(layer, size))[chunks] * layer.row_bytes
         return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(size))
@@ -128,10 +129,7 @@ class Plan:
         slots = self.transfer.row_slots(shape.tokens_per_row)
         if not len(slots):
             return []
-        table = self.uploads.new_table(slots.nbytes)
-        table.host(len(slots))[:] = slots
-        self.uploads.send_table(table)
-        on_device, full = table.device(len(slots)), self._cut.full_rows[shape]
+        on_device, full = self.uploads.send(torch.from_numpy(slots)), self._cut.full_rows[shape]
         step = self._cut.chunks_per_slice * shape.rows
         bounds = [*range(0, len(slots), step), len(slots)]
         return [

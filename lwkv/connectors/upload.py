@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lwkv.platforms import CopyBatch, Platform, Stream
@@ -21,15 +19,6 @@ class Table(NamedTuple):
     pinned: torch.Tensor
     on_device: torch.Tensor
     copy: CopyBatch
-
-    def host(self, *shape: int) -> npt.NDArray[np.int64]:
-        """The page-locked side as int64 of `shape`, to be filled before it is sent."""
-        ids: npt.NDArray[np.int64] = self.pinned.numpy()[: 8 * math.prod(shape)].view(np.int64)
-        return ids.reshape(shape)
-
-    def device(self, *shape: int) -> torch.Tensor:
-        """The device's side as int64 of `shape`, for after it was sent."""
-        return self.on_device[: 8 * math.prod(shape)].view(torch.int64).view(shape)
 
 
 class Uploads:
@@ -52,10 +41,12 @@ class Uploads:
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """Queue the copy of a non-empty host tensor and return the device's."""
-        table = self.new_table(values.nbytes)
-        table.pinned[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+        array, size = values.numpy(), values.nbytes
+        table = self.new_table(size)
+        # By numpy: torch takes twice as long.
+        table.pinned.numpy()[:size].view(array.dtype).reshape(array.shape)[...] = array
         self.send_table(table)
-        return table.on_device[: values.nbytes].view(values.dtype).view(values.shape)
+        return table.on_device[:size].view(values.dtype).view(values.shape)
 
     def new_table(self, nbytes: int) -> Table:
         """A table of at least `nbytes` bytes, to be filled and sent."""
