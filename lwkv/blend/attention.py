@@ -1,0 +1,55 @@
+"""Attention of rows that stand anywhere in a prompt: each sees the keys up to its own position, no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# q (n, heads, size), k and v (N, kv heads, size), positions int64 (n,) ascending: same shape as q.
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """Let row i of q, at `positions[i]`, see the keys 0 to `positions[i]`, whatever rows are left out.
+
+    Args:
+        q: (n, heads, size).
+        k, v: (N, kv heads, size), of all tokens in the order of positions; heads are a multiple of kv heads.
+        positions: int64 (n,), ascending. Where n is N they are all positions.
+
+    Returns: (n, heads, size).
+    """
+    if len(q) == 1:
+        mask = None if len(k) == 1 else _mask(positions, len(k))
+    else:
+        mask = None if len(q) == len(k) else _mask(positions, len(k))
+    out = scaled_dot_product_attention(
+        _heads_first(q),
+        _heads_first(k),
+        _heads_first(v),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def attention_paid(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+    """How much the rows of q look at each key: float32 (N,), the mean over rows and heads of the softmax."""
+    grouped = q.float().view(len(q), k.shape[1], -1, q.shape[-1])
+    scores = torch.einsum("nhgd,mhd->nhgm", grouped, k.float()) * q.shape[-1] ** -0.5
+    hidden = ~_mask(positions, len(k))
+    paid: Tensor = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    return paid.mean((0, 1, 2))
+
+
+def _mask(positions: Tensor, num_keys: int) -> Tensor:
+    return torch.arange(num_keys, device=positions.device) <= positions[:, None]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]

@@ -1,0 +1,192 @@
+"""CacheBlend: prompts whose documents come from the cache in any order, and a few tokens of them computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lwkv.blend.forward import BlendPass, LayerHook, no_hook
+from lwkv.blend.model import BlendModel
+from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend
+from lwkv.blend.rows import Layout
+from lwkv.blend.segment_cache import SegmentCache, SegmentLoad
+from lwkv.blend.selector import Deviation, NoTokens, Selector
+from lwkv.blend.waits import LayerWaits
+from lwkv.engine import CacheEngine
+from lwkv.errors import RequestError
+from lwkv.token_ids import TokenIds, as_token_ids
+
+# A batch is begun anew without what failed; then all of it is computed.
+MOST_TRIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Blended:
+    """How one prompt was computed: numbers of its tokens.
+
+    Attributes:
+        logits: of its last token, float32 (vocab,), on the device.
+        num_known: leading tokens that were in place or loaded as an ordinary prefill had stored them.
+        num_reused: tokens of segments that were loaded, of which `num_chosen` were computed again.
+        num_computed: tokens that were in no cache.
+        share: the part of the reused tokens that was to be computed again.
+    """
+
+    logits: Tensor
+    num_known: int
+    num_reused: int
+    num_chosen: int
+    num_computed: int
+    share: float
+
+
+class Blender:
+    """Blends prompts on one cache engine. For the engine's thread; the engine is the caller's to close.
+
+    The blocks of a blended prompt are right for going on with decoding, but what is in them is no exact
+    prefill's KV: never store or share them as a prefix.
+
+    Args:
+        engine: made with `enable_blending`, on the paged cache of `model`.
+        shared_prefix: token ids that segments are computed behind, as a chat's beginning; dropped afterwards.
+            It takes the attention that a text's first token otherwise draws to itself.
+        selector: which reused tokens are computed again; by default as `blend_check_layers` and
+            `blend_recompute_ratios` say.
+        share: of the reused tokens, the part to compute again; by default the last of the configured ratios.
+
+    Raises:
+        ConfigError: an engine without the buffer connector; a check layer that the model does not have.
+        LayoutError: caches whose keys cannot be turned.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        model: BlendModel,
+        *,
+        shared_prefix: Sequence[int] = (),
+        selector: Selector | None = None,
+        share: float | None = None,
+    ) -> None:
+        self.segments = SegmentCache(engine, shared_prefix)
+        self.model = model
+        layers, shares = zip(*engine.config.blend_plan, strict=True)
+        self.selector: Selector = selector or Deviation("v", layers, shares)
+        self.share = shares[-1] if share is None else share
+        self._connector = self.segments.connector
+        self._connector.set_rope(model.rope)
+        self._rows = PagedRows(self._connector)
+        self._counters = engine.parts().counters
+
+    def missing(self, request: BlendRequest) -> list[Segment]:
+        """The segments of a prompt that are not wholly cached."""
+        prompt = self._checked(request)
+        return [part for part in prompt.segments if self._num_cached(prompt, part) < part.end - part.start]
+
+    def encode(self, tokens: TokenIds, slots: Any, salts: Sequence[str] = ()) -> None:
+        """Compute one segment alone, behind the shared prefix, and store it under its own content.
+
+        Args:
+            slots: int64 (len(shared_prefix) + len(tokens),), free ones;
+                they are free again behind the work queued here.
+        """
+        prefix = np.array(self.segments.shared_prefix, np.int64)
+        ids = as_token_ids(tokens)
+        prompt = self._checked(BlendRequest(np.concatenate([prefix, ids]), slots))
+        layout = Layout(prompt, 0, np.zeros(len(prompt), bool))
+        with closing(self.segments.store(ids, prompt.slots[len(prefix) :], salts)) as store:
+            BlendPass(
+                self.model, self._rows, [layout], NoTokens(), 0.0, no_hook, lambda layer: next(store)
+            ).run()
+            next(store)
+
+    def prefill(self, requests: Sequence[BlendRequest]) -> list[Blended]:
+        """Compute prompts together, each up to the logits of its last token.
+
+        All KV is in the requests' slots behind the work queued here. What cannot be loaded is computed: where
+        a layer of a chunk does not arrive in time, the prompts are begun again without what failed.
+
+        Raises:
+            RequestError: as `check_blend`, or a slot that two prompts share. ClosedError.
+        """
+        prompts = [self._checked(request) for request in requests]
+        _refuse_shared_slots(prompts)
+        if not prompts:
+            return []
+        for tried in range(MOST_TRIES + 1):
+            loads = [self._loads(prompt) if tried < MOST_TRIES else [] for prompt in prompts]
+            blended = self._try(prompts, loads)
+            if blended is not None:
+                break
+            self._counters.add("blend_retries")
+        assert blended is not None, "the last try loads nothing"
+        self._count(blended)
+        return blended
+
+    def _try(
+        self, prompts: Sequence[CheckedBlend], loads: Sequence[Sequence[SegmentLoad]]
+    ) -> list[Blended] | None:
+        """One pass; None where something did not arrive that was promised."""
+        asked = [load for part in loads for load in part]
+        if not asked:
+            return self._pass([_layout(prompt, (), ()) for prompt in prompts], no_hook)
+        with closing(self.segments.retrieve(asked)) as steps:
+            waits = LayerWaits(steps)
+            counts = iter(waits.promised)
+            layouts = [
+                _layout(prompt, part, [next(counts) for _ in part])
+                for prompt, part in zip(prompts, loads, strict=True)
+            ]
+            blended = self._pass(layouts, waits.wait)
+            return blended if waits.all_arrived else None
+
+    def _pass(self, layouts: Sequence[Layout], wait: LayerHook) -> list[Blended]:
+        computed = BlendPass(self.model, self._rows, layouts, self.selector, self.share, wait).run()
+        return [
+            Blended(logits, layout.known, len(layout.candidates), chosen, len(layout.always), self.share)
+            for layout, logits, chosen in zip(layouts, computed.logits, computed.num_chosen, strict=True)
+        ]
+
+    def _count(self, blended: Sequence[Blended]) -> None:
+        self._counters.add("blend_requests", len(blended))
+        for name in ("known", "reused", "chosen", "computed"):
+            self._counters.add(f"blend_tokens_{name}", sum(getattr(one, f"num_{name}") for one in blended))
+
+    def _checked(self, request: BlendRequest) -> CheckedBlend:
+        return check_blend(request, self._connector.num_slots)
+
+    def _num_cached(self, prompt: CheckedBlend, part: Segment) -> int:
+        return self.segments.num_cached(prompt.ids[part.start : part.end], prompt.salts)
+
+    def _loads(self, prompt: CheckedBlend) -> list[SegmentLoad]:
+        """What to ask the tiers for: the prefix, then what is left of the segments behind it."""
+        prefix = self.segments.prefix_load(prompt)
+        known = prompt.num_local if prefix is None else prefix.num_tokens
+        left = [part for part in prompt.segments if part.end > known]
+        behind = [self.segments.segment_load(prompt, part, known) for part in left]
+        return behind if prefix is None else [prefix, *behind]
+
+
+def _layout(prompt: CheckedBlend, loads: Sequence[SegmentLoad], counts: Sequence[int]) -> Layout:
+    """What is known of a prompt whose `loads` will bring so many tokens each."""
+    known, reused, starts = prompt.num_local, np.zeros(len(prompt), bool), []
+    for load, count in zip(loads, counts, strict=True):
+        first = load.start + load.request.first
+        if load.is_exact and first <= known:
+            known = first + count
+        elif count:
+            reused[first : first + count] = True
+            starts.append(first)
+    return Layout(prompt, known, reused, tuple(starts))
+
+
+def _refuse_shared_slots(prompts: Sequence[CheckedBlend]) -> None:
+    slots = np.concatenate([np.zeros(0, np.int64), *(prompt.slots[prompt.num_local :] for prompt in prompts)])
+    if len(np.unique(slots)) < len(slots):
+        raise RequestError("two prompts of a batch write to the same slot; each needs its own")

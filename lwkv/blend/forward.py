@@ -1,0 +1,181 @@
+"""One forward pass over a batch of prompts of which segments are being loaded, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lwkv.blend.attention import attend, attention_paid
+from lwkv.blend.model import BlendModel
+from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.rows import Layout, Rows
+from lwkv.blend.selector import AtStart, ByAttention, ByChange, Selector, top
+from lwkv.kernels import Rows as CacheRows
+from lwkv.platforms.protocol import Int64s
+
+# Called with a layer's number before it is read, and after it is written.
+LayerHook = Callable[[int], None]
+
+
+def no_hook(layer: int) -> None:
+    """For passes that load or store nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of a pass.
+
+    Attributes:
+        logits: of each prompt's last token, float32 (prompts, vocab).
+        num_chosen: reused tokens of each prompt that were computed in the last layer.
+        row_layers: rows computed, summed over the layers.
+    """
+
+    logits: Tensor
+    num_chosen: list[int]
+    row_layers: int
+
+
+class BlendPass:
+    """Computes prompts over reused KV; for one use.
+
+    Rows that are computed replace what was loaded of them, in every layer up to the one where they are left
+    out. Each sees the keys up to its own position: those of rows that are left out as they were loaded.
+
+    Args:
+        share: of each prompt's reused tokens, the part to compute again.
+        wait: returns when work queued from now on finds a layer's loads in the cache; asked for the layers in
+            order, for some of them more than once.
+        written: told when a layer's rows are written, once for each layer.
+    """
+
+    def __init__(
+        self,
+        model: BlendModel,
+        cache: PagedRows,
+        layouts: Sequence[Layout],
+        selector: Selector,
+        share: float,
+        wait: LayerHook,
+        written: LayerHook = no_hook,
+    ) -> None:
+        self._model, self._cache, self._layouts = model, cache, layouts
+        self._selector, self._share = selector, share
+        self._wait, self._written = wait, written
+        self._device = model.device
+        self._num_positions = max(len(layout.prompt) for layout in layouts)
+        self._row_layers = 0
+        slots = np.concatenate([layout.prompt.slots for layout in layouts])
+        self._all = cache.at(torch.from_numpy(slots).to(self._device))
+        self._bounds = np.append(0, np.cumsum([len(layout.prompt) for layout in layouts])).tolist()
+
+    @torch.no_grad()
+    def run(self) -> Computed:
+        """Queue all of it on the current stream; nothing is read back but where a threshold counts rows."""
+        rows = self._first_rows()
+        hidden = self._model.embed(rows.tokens)
+        at, angles = self._prepare(rows)
+        for layer in range(self._model.num_layers):
+            q, k, v = self._project(layer, hidden, angles)
+            kept = self._check(layer, rows, at, k, v)
+            self._cache.write(layer, at, k, v)
+            self._written(layer)
+            if kept is not None:
+                rows, numbers = rows.only(kept)
+                q, hidden = q[numbers], hidden[numbers]
+                at, angles = self._prepare(rows)
+            hidden = self._finish(layer, rows, hidden, q, self._cache.read(layer, self._all))
+        counts = zip(rows.parts, self._layouts, strict=True)
+        chosen = [part.stop - part.start - len(layout.always) for part, layout in counts]
+        return Computed(self._model.logits(hidden[rows.last]), chosen, self._row_layers)
+
+    def _first_rows(self) -> Rows:
+        selector = self._selector
+        if isinstance(selector, AtStart):
+            return self._rows(
+                [selector.choose(layout, self._budget(layout, self._share)) for layout in self._layouts]
+            )
+        if self._share == 0:
+            return self._rows([np.zeros(0, np.int64)] * len(self._layouts))
+        rows = self._rows([layout.candidates for layout in self._layouts])
+        return self._needed(selector, rows) if isinstance(selector, ByAttention) else rows
+
+    def _rows(self, chosen: Sequence[Int64s]) -> Rows:
+        return Rows.of(self._layouts, chosen, self._device)
+
+    def _prepare(self, rows: Rows) -> tuple[CacheRows, Any]:
+        return self._cache.at(rows.slots), self._model.angles(rows.positions, self._num_positions)
+
+    def _project(self, layer: int, hidden: Tensor, angles: Any) -> tuple[Tensor, Tensor, Tensor]:
+        # What was loaded comes first: what is computed here replaces a part of it.
+        self._wait(layer)
+        return self._model.project(layer, hidden, angles)
+
+    def _finish(self, layer: int, rows: Rows, hidden: Tensor, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        k, v = kv
+        shares = zip(rows.parts, pairwise(self._bounds), strict=True)
+        attended = [attend(q[part], k[a:b], v[a:b], rows.positions[part]) for part, (a, b) in shares]
+        self._row_layers += len(rows)
+        return self._model.finish(layer, hidden, torch.cat(attended))
+
+    def _check(self, layer: int, rows: Rows, at: CacheRows, k: Tensor, v: Tensor) -> list[Tensor] | None:
+        """At a check layer: the rows of each prompt that go on; else None."""
+        selector = self._selector
+        if not isinstance(selector, ByChange) or layer not in selector.layers or self._share == 0:
+            return None
+        share = selector.shares[selector.layers.index(layer)] * self._share / selector.shares[-1]
+        scores = selector.score(k, v, *self._cache.read(layer, at))
+        return [
+            self._keep(layout, rows.always[part], scores[part], share, selector.threshold)
+            for layout, part in zip(self._layouts, rows.parts, strict=True)
+        ]
+
+    def _keep(
+        self, layout: Layout, always: Tensor, scores: Tensor, share: float, threshold: float | None = None
+    ) -> Tensor:
+        budget = self._budget(layout, share)
+        if threshold is not None:
+            budget = min(budget, int(((scores >= threshold) & ~always).sum()))
+        return top(scores, always, min(len(layout.always) + budget, len(always)))
+
+    def _needed(self, selector: ByAttention, rows: Rows) -> Rows:
+        """Of `rows`, which have all reused tokens, those that the questions look at."""
+        kept = [
+            self._keep(layout, rows.always[part], paid[rows.positions[part]], self._share)
+            for layout, part, paid in zip(self._layouts, rows.parts, self._ask(selector), strict=True)
+        ]
+        return rows.only(kept)[0]
+
+    def _ask(self, selector: ByAttention) -> list[Tensor]:
+        """What the question of each prompt pays to each of its tokens, float32 (tokens,)."""
+        rows = self._rows([np.zeros(0, np.int64)] * len(self._layouts))
+        hidden = self._model.embed(rows.tokens)
+        at, angles = self._prepare(rows)
+        paid = [torch.zeros(len(layout.prompt), device=self._device) for layout in self._layouts]
+        for layer in range(selector.layer + 1):
+            q, k, v = self._project(layer, hidden, angles)
+            self._cache.write(layer, at, k, v)
+            kv = self._cache.read(layer, self._all)
+            if layer >= selector.first_layer:
+                paid = [a + b for a, b in zip(paid, self._paid(rows, q, kv[0]), strict=True)]
+            if layer < selector.layer:
+                hidden = self._finish(layer, rows, hidden, q, kv)
+        return paid
+
+    def _paid(self, rows: Rows, q: Tensor, k: Tensor) -> list[Tensor]:
+        found = []
+        for layout, end, (a, b) in zip(self._layouts, rows.bounds[1:], pairwise(self._bounds), strict=True):
+            asking = slice(end - layout.question, end)
+            found.append(attention_paid(q[asking], k[a:b], rows.positions[asking]))
+        return found
+
+    def _budget(self, layout: Layout, share: float) -> int:
+        """How many reused tokens may be computed: one at least, unless the share is 0."""
+        num = int(layout.reused.sum())
+        return min(num, max(round(num * min(share, 1.0)), 1 if share > 0 and num else 0))

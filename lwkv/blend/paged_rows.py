@@ -1,0 +1,48 @@
+"""Rows of the paged cache as K and V tensors, whatever the engine's layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lwkv.connectors.buffer import BufferConnector
+from lwkv.kernels import Rows
+from lwkv.paged_layer import PagedLayer
+
+
+class PagedRows:
+    """Reads and writes rows of the registered caches on the current stream, by the connector's kernels.
+
+    K and V are (rows, kv heads, head size) in the cache's dtype.
+    """
+
+    def __init__(self, connector: BufferConnector) -> None:
+        self._layers = connector.layers
+        self._kernels = connector.kernels
+        self._numbers = torch.zeros(0, dtype=torch.int64, device=connector.device)
+
+    def at(self, slots: Tensor) -> Rows:
+        """Prepare to move the rows of `slots`, int64 (rows,), on the device; all different."""
+        count = len(slots)
+        if len(self._numbers) < 2 * count:
+            self._numbers = torch.arange(4 * count, device=slots.device)
+        return Rows(slots, self._numbers[:count], self._numbers[count : 2 * count])
+
+    def write(self, layer: int, rows: Rows, k: Tensor, v: Tensor) -> None:
+        """Put k and v into the rows; both may be parts of larger tensors."""
+        self._kernels.scatter(self._layers[layer], _bytes(torch.stack((k, v))), rows)
+
+    def read(self, layer: int, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Copy the rows out."""
+        source = self._layers[layer]
+        both = _empty(source, len(rows.slots))
+        self._kernels.gather(source, _bytes(both), rows)
+        return both[0], both[1]
+
+
+def _empty(layer: PagedLayer, num_rows: int) -> Tensor:
+    return torch.empty(2, num_rows, layer.heads, layer.width, dtype=layer.dtype, device=layer.device)
+
+
+def _bytes(memory: Tensor) -> Tensor:
+    return memory.view(-1).view(torch.uint8)

@@ -1,0 +1,95 @@
+"""One prompt to be blended: its tokens, its slots, and which parts of it may come from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lwkv.errors import RequestError
+from lwkv.platforms.protocol import Int64s
+from lwkv.request import as_salts
+from lwkv.token_ids import as_token_ids
+
+
+class Segment(NamedTuple):
+    """Tokens [start, end) of a prompt, cached by their content alone."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlendRequest:
+    """A prompt whose segments are reused wherever they stand.
+
+    Args:
+        tokens: token ids, (tokens,): list, tuple, numpy array or tensor.
+        slot_mapping: each token's slot in the engine's cache, whole numbers (tokens,), on the host.
+        segments: ascending, apart from each other. What lies in none of them is always computed.
+        num_local: leading tokens whose KV, an ordinary prefill's, is in their slots already.
+        salts: what else decides the bytes, as in `lwkv.Request`.
+    """
+
+    tokens: Any
+    slot_mapping: Any
+    segments: Sequence[Segment | tuple[int, int]] = ()
+    num_local: int = 0
+    salts: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBlend:
+    """A request whose parts fit each other; `ids` and `slots` are int64 (tokens,)."""
+
+    ids: Int64s
+    slots: Int64s
+    segments: tuple[Segment, ...]
+    num_local: int
+    salts: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def check_blend(request: BlendRequest, num_slots: int) -> CheckedBlend:
+    """Bring a request into the form that is worked with.
+
+    Raises:
+        RequestError: no token; tokens that are no ids; slots of another number or kind, out of range, or
+            given twice; segments that are empty, out of range or overlap; `num_local` that leaves no token.
+    """
+    ids = as_token_ids(request.tokens).copy()
+    slots = np.array(request.slot_mapping)
+    if not len(ids):
+        raise RequestError("a prompt without a token cannot be computed; give one token at least")
+    if slots.shape != ids.shape or slots.dtype.kind not in "iu":
+        raise RequestError(f"slot_mapping is {slots.dtype} {slots.shape}; give a slot for each of {len(ids)}")
+    _check_slots(slots, num_slots)
+    if not 0 <= request.num_local < len(ids):
+        raise RequestError(f"num_local is {request.num_local}; allowed: 0 to {len(ids) - 1}")
+    segments = _check_segments(request.segments, len(ids))
+    return CheckedBlend(ids, slots.astype(np.int64), segments, request.num_local, as_salts(request.salts))
+
+
+def _check_slots(slots: Int64s, num_slots: int) -> None:
+    if int(slots.min()) < 0 or int(slots.max()) >= num_slots:
+        raise RequestError(f"slots are {slots.min()} to {slots.max()}; allowed: 0 to {num_slots - 1}")
+    if len(np.unique(slots)) < len(slots):
+        raise RequestError("a slot is given to two tokens of a prompt; each needs its own")
+
+
+def _check_segments(segments: Sequence[tuple[int, int]], num_tokens: int) -> tuple[Segment, ...]:
+    checked = tuple(Segment(*segment) for segment in segments)
+    for segment in checked:
+        if not 0 <= segment.start < segment.end <= num_tokens:
+            raise RequestError(
+                f"{segment} is no part of {num_tokens} tokens: 0 <= start < end <= {num_tokens}"
+            )
+    for before, after in pairwise(checked):
+        if before.end > after.start:
+            raise RequestError(f"{before} and {after} overlap or are out of order; give them ascending")
+    return checked

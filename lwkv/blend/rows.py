@@ -1,0 +1,107 @@
+"""Which rows of a batch of prompts are being computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lwkv.blend.request import CheckedBlend
+from lwkv.platforms.protocol import Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is known of one prompt's tokens before it is computed.
+
+    Attributes:
+        known: leading tokens whose KV is an ordinary prefill's: nothing of them is computed.
+        reused: bool (tokens,), tokens whose KV comes from a segment: candidates to be computed again.
+        segment_starts: of the segments that have reused tokens.
+    """
+
+    prompt: CheckedBlend
+    known: int
+    reused: npt.NDArray[np.bool_]
+    segment_starts: tuple[int, ...] = ()
+
+    @property
+    def candidates(self) -> Int64s:
+        """The positions of the reused tokens, int64 (candidates,), ascending."""
+        return np.flatnonzero(self.reused)
+
+    @property
+    def always(self) -> Int64s:
+        """The positions that are computed in any case: gaps and the question, int64 (n,), ascending."""
+        mine = ~self.reused
+        mine[: self.known] = False
+        return np.flatnonzero(mine)
+
+    @property
+    def question(self) -> int:
+        """How many tokens there are behind the last reused one."""
+        reused = self.candidates
+        return len(self.prompt) - (int(reused[-1]) + 1 if len(reused) else self.known)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a batch that are computed together, prompt after prompt, ascending in each.
+
+    Attributes:
+        tokens, positions, slots: int64 (rows,), on the device.
+        always: bool (rows,), on the device: False for rows that may be left out from some layer on.
+        bounds: the first row of each prompt, and the end.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    always: Tensor
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout], chosen: Sequence[Int64s], device: torch.device) -> Rows:
+        """The rows that are always computed, and of each prompt the reused ones at positions `chosen`."""
+        parts = zip(layouts, chosen, strict=True)
+        picked = [np.sort(np.concatenate([layout.always, extra])) for layout, extra in parts]
+        pairs = list(zip(layouts, picked, strict=True))
+        numbers = np.concatenate(
+            [
+                np.stack([layout.prompt.ids[at], at, layout.prompt.slots[at], ~layout.reused[at]])
+                for layout, at in pairs
+            ],
+            axis=1,
+        )
+        tokens, positions, slots, always = torch.from_numpy(numbers).to(device).unbind()
+        bounds = np.append(0, np.cumsum([len(at) for at in picked])).tolist()
+        return cls(tokens, positions, slots, always.bool(), tuple(bounds))
+
+    def __len__(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def parts(self) -> list[slice]:
+        """Each prompt's rows."""
+        return [slice(a, b) for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+
+    @property
+    def last(self) -> list[int]:
+        """Each prompt's last row."""
+        return [end - 1 for end in self.bounds[1:]]
+
+    def only(self, kept: Sequence[Tensor]) -> tuple[Rows, Tensor]:
+        """The rows numbered `kept` of each prompt, int64, ascending in it; and their numbers among all."""
+        numbers = torch.cat([rows + start for rows, start in zip(kept, self.bounds, strict=False)])
+        bounds = np.append(0, np.cumsum([len(rows) for rows in kept])).tolist()
+        return Rows(
+            self.tokens[numbers],
+            self.positions[numbers],
+            self.slots[numbers],
+            self.always[numbers],
+            tuple(bounds),
+        ), numbers

@@ -1,0 +1,154 @@
+"""Segments in the tiers: keyed on their content, and loaded to wherever a prompt has them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lwkv.blend.request import CheckedBlend, Segment
+from lwkv.connectors.buffer import BufferConnector
+from lwkv.connectors.loader import Load
+from lwkv.engine import CacheEngine
+from lwkv.errors import ConfigError
+from lwkv.keys import ChunkKey, chunk_keys
+from lwkv.pipeline import retrieve_steps, store_steps
+from lwkv.platforms.protocol import Int64s
+from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
+from lwkv.retrieval import BatchRetrieval
+from lwkv.storing import BatchStoring
+from lwkv.token_ids import TokenIds
+from lwkv.transfer import NO_SLOT, Transfer
+
+NAMESPACE = "segment"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLoad:
+    """One part of a prompt to load, if it is cached: tokens [start, end), whose keys are `keys`.
+
+    `shift` is where a key is used less where it was computed. A prefix is loaded like a segment, by the
+    engine's own keys. `is_exact` where an ordinary prefill would give the same KV.
+    """
+
+    request: CheckedRequest
+    keys: list[ChunkKey]
+    start: int
+    shift: int
+    is_exact: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of it that are in place already, or are to be loaded."""
+        slots = self.request.slots
+        return self.request.first + int((slots[self.request.first :] != NO_SLOT).sum())
+
+
+class SegmentCache:
+    """The segments beside the prefixes of one cache engine, in the same tiers.
+
+    Keys have a namespace of their own and cover the shared prefix: a segment that was computed behind
+    another one has other bytes.
+
+    Args:
+        engine: with `enable_blending`; whoever made it closes it.
+        shared_prefix: token ids that every segment was, and is, computed behind.
+
+    Raises:
+        ConfigError: an engine without the buffer connector.
+    """
+
+    def __init__(self, engine: CacheEngine, shared_prefix: Sequence[int]) -> None:
+        if not isinstance(engine.connector, BufferConnector):
+            raise ConfigError("blending needs the buffer connector: set enable_blending and use_layerwise")
+        self.engine = engine
+        self.connector: BufferConnector = engine.connector
+        self.shared_prefix = tuple(shared_prefix)
+        self._namespace = f"{engine.namespace}-{NAMESPACE}"
+        self._chunking = Chunking(engine.config.chunk_size, partial=True)
+
+    def keys(self, tokens: TokenIds, salts: Sequence[str] = ()) -> list[ChunkKey]:
+        """The keys of a segment's chunks, the last of which may be smaller."""
+        behind = ",".join(map(str, self.shared_prefix))
+        return chunk_keys(tokens, self._chunking.chunk_size, self._namespace, (behind, *salts), partial=True)
+
+    def num_cached(self, tokens: Int64s, salts: Sequence[str] = ()) -> int:
+        """How many leading tokens of a segment are cached, in any tier."""
+        found = self.engine.parts().storage.lookup(self.keys(tokens, salts))
+        return int(self._chunking.chunk_tokens(len(tokens))[:found].sum())
+
+    def prefix_load(self, prompt: CheckedBlend) -> SegmentLoad | None:
+        """The prompt's leading tokens as an ordinary prefill has stored them; None where none are cached."""
+        hit = min(self.engine.lookup(prompt.ids, prompt.salts), len(prompt) - 1)
+        if hit <= prompt.num_local:
+            return None
+        chunk_size = self._chunking.chunk_size
+        end = min(-(-hit // chunk_size) * chunk_size, len(prompt))
+        slots = prompt.slots[:end].copy()
+        slots[hit:] = NO_SLOT
+        chunking = self._chunking._replace(partial=False)
+        request = self._checked(prompt.ids[:end], slots, prompt.num_local, prompt.salts, chunking)
+        return SegmentLoad(request, self.engine.parts().keys_of(request), 0, 0, is_exact=True)
+
+    def segment_load(self, prompt: CheckedBlend, segment: Segment, first: int) -> SegmentLoad:
+        """A segment's tokens from number `first` of the prompt on."""
+        tokens, slots = prompt.ids[segment.start : segment.end], prompt.slots[segment.start : segment.end]
+        slots = slots.copy()
+        if segment.end == len(prompt):
+            slots[-1] = NO_SLOT  # the last token's logits are wanted
+        local = min(max(first - segment.start, 0), len(tokens))
+        request = self._checked(tokens, slots, local, prompt.salts, self._chunking)
+        shift = segment.start - len(self.shared_prefix)
+        # Nothing stands before it here, and nothing did when it was computed.
+        is_exact = segment.start == 0 and not self.shared_prefix
+        return SegmentLoad(request, self.keys(tokens, prompt.salts), segment.start, shift, is_exact)
+
+    def retrieve(self, loads: Sequence[SegmentLoad]) -> Generator[Any, None, None]:
+        """Load them in num_layers + 2 steps; as `CacheEngine.retrieve_batch`."""
+        keys = {id(load.request): load.keys for load in loads}
+        parts = replace(self.engine.parts(), keys_of=lambda request: keys[id(request)])
+        shifts = _Shifts(loads)
+
+        def begin_load(transfer: Transfer, pages: Int64s | None) -> Load:
+            return self.connector.begin_load(transfer, pages, shifts.of(transfer))
+
+        requests = [load.request for load in loads]
+        settings = self.engine.load_settings
+        return retrieve_steps(BatchRetrieval(requests, parts, settings, begin_load), True, list)
+
+    def store(
+        self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()
+    ) -> Generator[None, None, None]:
+        """Store a segment that is being computed in `slots`, in num_layers + 1 steps; as `store_layer`."""
+        parts = self.engine.parts()
+        request = Request(tokens, slots, salts=salts)
+        checked = check_stores([request], self.connector.num_slots, self._chunking)
+        keys = self.keys(tokens, salts)
+        return store_steps(BatchStoring(checked, replace(parts, keys_of=lambda _: keys), sync=True))
+
+    def _checked(
+        self, tokens: Int64s, slots: Int64s, num_local: int, salts: Sequence[str], chunking: Chunking
+    ) -> CheckedRequest:
+        mask = np.arange(len(tokens)) >= num_local
+        request = Request(tokens, slots, mask, salts)
+        return check_loads([request], self.connector.num_slots, chunking)[0]
+
+
+class _Shifts:
+    """How far each token of a batch is to move, found by its slot."""
+
+    def __init__(self, loads: Sequence[SegmentLoad]) -> None:
+        empty = np.zeros(0, np.int64)
+        slots = np.concatenate([empty, *(load.request.slots for load in loads)])
+        shifts = np.concatenate([empty, *(np.full(len(load.request.slots), load.shift) for load in loads)])
+        order = np.argsort(slots, kind="stable")
+        self._slots, self._shifts = slots[order], shifts[order]
+
+    def of(self, transfer: Transfer) -> Int64s | None:
+        """Int64 (tokens,) for a transfer's tokens; None where none moves."""
+        if not self._shifts.any():
+            return None
+        shifts: Int64s = self._shifts[np.searchsorted(self._slots, transfer.slots)]
+        return shifts

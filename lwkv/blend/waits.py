@@ -1,0 +1,36 @@
+"""A retrieval's steps, taken as layers are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+
+class LayerWaits:
+    """Takes a retrieval's N + 2 steps: the first at once, the others when a layer is waited for.
+
+    Args:
+        steps: of a batch, as `retrieve_steps` makes them; the caller closes it.
+
+    Attributes:
+        promised: tokens of each load that will come.
+    """
+
+    def __init__(self, steps: Generator[Any, None, None]) -> None:
+        self._steps = steps
+        self.promised: list[int] = next(steps)
+        self._taken = 1
+        self._masks: list[torch.Tensor] | None = None
+
+    def wait(self, layer: int) -> None:
+        """Make the current stream wait for `layer`, with the next one queued behind it."""
+        while self._taken < layer + 3:
+            self._masks = next(self._steps)
+            self._taken += 1
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether every promised token came in every layer; for after the wait for the last one."""
+        return self._masks is not None and [int(mask.sum()) for mask in self._masks] == self.promised
