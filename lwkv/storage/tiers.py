@@ -18,6 +18,7 @@ from lwkv.storage.tier import Tier, TierModule, TierSetup
 GROUP = "lwkv.tiers"
 _MODULES = {
     "file": "lwkv.storage.disk",
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "lwkv.storage.valkey"),
 }
 """The module of each scheme."""
 

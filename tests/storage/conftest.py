@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from storage.faulty_tier import FaultyTier
 from storage.rig import Rig
+from storage.servers import Server, redis_program, redis_server, running, tell
 
 
 @pytest.fixture
@@ -31,3 +32,17 @@ def tier() -> FaultyTier:
 def rig(make_rig: Callable[..., Rig], tier: FaultyTier) -> Rig:
     """Eight chunks of host memory above one tier."""
     return make_rig(tier)
+
+
+@pytest.fixture(scope="session")
+def redis_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = redis_server(redis_program(), tmp_path_factory.mktemp("redis"))
+    with running(server):
+        yield server
+
+
+@pytest.fixture
+def redis(redis_for_all: Server) -> Server:
+    """An empty Redis server, the same one for all tests: none of them harms it."""
+    tell(redis_for_all, "FLUSHALL")
+    return redis_for_all

