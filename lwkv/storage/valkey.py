@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -112,7 +112,7 @@ class ValkeyTier:
                 if time.monotonic() >= end:
                     break
                 server = self._shards.server_of(key.chunk.to_string())
-                asked = partial(call, client, key, memoryview(page.numpy()))
+                asked = partial(call, client, key, _bytes_of(page))
                 statuses[i] = self._ask(server, asked) or Status.ERROR
         return statuses
 
@@ -167,3 +167,8 @@ def _names(key: LayerKey) -> tuple[str, str]:
     """The keys of a page and of its seal."""
     name = f"lwkv:{{{key.chunk.to_string()}}}:{key.layer}"
     return name, f"{name}:seal"
+
+
+def _bytes_of(page: torch.Tensor) -> memoryview:
+    array: Any = page.numpy()
+    return memoryview(array)

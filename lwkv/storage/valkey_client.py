@@ -6,14 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lwkv.errors import ConfigError
 from lwkv.storage.remote_url import RemoteURL, parse_remote_url
 from lwkv.storage.shards import Shard
-
-if TYPE_CHECKING:
-    from glide_sync import GlideClient, GlideClusterClient
 
 DEFAULT_PORT = 6379
 OPTIONS = ("cluster", "timeout_s", "connect_timeout_s", "ca", "cert", "key")
@@ -134,7 +131,7 @@ class ValkeyClient:
     where it answers with an error.
     """
 
-    def __init__(self, client: GlideClient | GlideClusterClient, glide: Any) -> None:
+    def __init__(self, client: Any, glide: Any) -> None:
         self._client = client
         self._glide = glide
         self.usable = True
@@ -151,12 +148,12 @@ class ValkeyClient:
     def set(self, values: dict[str, memoryview | bytes]) -> None:
         """Write values, all at once. All keys have the same hash tag."""
         with self._errors():
-            self._client.mset(dict(values))
+            self._client.mset(values)
 
     def length(self, key: str) -> int:
         """The length of a value in bytes; 0 where there is none."""
         with self._errors():
-            return self._client.strlen(key)
+            return int(self._client.strlen(key))
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove values that may be there. All keys have the same hash tag."""
@@ -170,7 +167,7 @@ class ValkeyClient:
         """
         glide = self._glide
         clustered = isinstance(self._client, glide.GlideClusterClient)
-        batch = (glide.ClusterBatch if clustered else glide.Batch)(is_atomic=False)
+        batch: Any = (glide.ClusterBatch if clustered else glide.Batch)(is_atomic=False)
         for group in groups:
             batch.touch(list(group))
         with self._errors():
@@ -181,7 +178,7 @@ class ValkeyClient:
         if not isinstance(self._client, self._glide.GlideClusterClient):
             return [Shard(0, "the server")]
         with self._errors():
-            rows: Any = self._client.custom_command(["CLUSTER", "SLOTS"])
+            rows = self._client.custom_command(["CLUSTER", "SLOTS"])
         return [Shard(first, f"{host.decode()}:{port}") for first, _, (host, port, *_), *_ in rows]
 
     def close(self) -> None:
