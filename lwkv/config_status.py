@@ -9,13 +9,9 @@ if TYPE_CHECKING:
 
 USED = "used"
 NO_EFFECT = "no effect yet"
-_NO_TIER = "refused: no such tier yet"
 
 STATUS = {
     "local_cpu": "must be on: every chunk is in host memory, lower tiers or not",
-    "local_disk": _NO_TIER,
-    "max_local_disk_size": NO_EFFECT,
-    "remote_url": _NO_TIER,
     "enable_blending": "chooses the buffer connector; no blending yet",
     "blend_recompute_ratios": NO_EFFECT,
     "blend_check_layers": NO_EFFECT,

@@ -29,7 +29,8 @@ from lwkv.pool import HostPool
 from lwkv.registered import Registration
 from lwkv.request import CheckedRequest, Chunking, Request, as_salts, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval, LoadSettings
-from lwkv.storage import StorageManager, Tier
+from lwkv.storage import StorageManager, Tier, TierSetup
+from lwkv.storage.tiers import open_tiers
 from lwkv.storing import BatchStoring
 from lwkv.timeline import Timeline
 
@@ -46,7 +47,7 @@ class CacheEngine:
 
     Args:
         connector: registered with the engine's KV caches, from CreateGPUConnector.
-        tiers: lower tiers, nearest first.
+        tiers: lower tiers, nearest first, before those that `config` names.
         timeline: records loads and saves; None for not at all.
 
     Attributes:
@@ -67,7 +68,7 @@ class CacheEngine:
         timeline: Timeline | None = None,
     ) -> None:
         follow_log_level()
-        _refuse_missing_tiers(config, tiers)
+        _refuse_without_host(config)
         self.config = config
         self.connector = connector
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
@@ -85,10 +86,13 @@ class CacheEngine:
         self._pool.reserve(config.reserve_bytes)
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
         use_device = partial(connector.platform.set_device, connector.device)
+        setup = TierSetup(
+            config, connector.num_layers, connector.page_bytes, connector.page_format, self._counters
+        )
         self._storage = StorageManager(
             self._pool,
             connector.num_layers,
-            tiers,
+            [*tiers, *open_tiers(setup)],
             config.load_timeout_s,
             self._counters,
             use_device=use_device,
@@ -305,11 +309,7 @@ class CacheEngine:
         )
 
 
-def _refuse_missing_tiers(config: Config, tiers: Sequence[Tier]) -> None:
-    for key in ("local_disk", "remote_url"):
-        value = getattr(config, key)
-        if value is not None and not tiers:
-            raise ConfigError(f"{key} is {value!r}, but this version has no tier for it: leave {key} out")
+def _refuse_without_host(config: Config) -> None:
     if not config.local_cpu:
         raise ConfigError(
             "local_cpu is false, but this version keeps every chunk in host memory: set it to true, and "

@@ -955,11 +955,11 @@ def create(oracle: Oracle, config: Config, **arguments: Any) -> CacheEngine:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"local_disk": "/tmp/kv", "max_local_disk_size": 1.0}, "local_disk is '/tmp/kv', but this version"),
-        ({"remote_url": "redis://host:1"}, "remote_url is 'redis://host:1', but this version"),
+        ({"local_disk": "/not/there", "max_local_disk_size": 1.0}, "local_disk: '/not/there' cannot be used"),
+        ({"remote_url": "s3://bucket"}, "no tier for s3://...; known are"),
         ({"max_local_cpu_size": 1 / 2**20}, "one chunk of one layer needs"),
     ],
-    ids=["disk without a tier", "remote without a tier", "a pool without room for a page"],
+    ids=["a folder that is not there", "a remote tier of no kind", "a pool without room for a page"],
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(
     oracle: Oracle, settings: dict[str, Any], text: str
@@ -973,7 +973,7 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
 @pytest.mark.parametrize("tiers", [[], [MemoryTier()]], ids=["no tier", "a tier"])
 def test_no_lower_tier_replaces_host_memory(oracle: Oracle, tiers: list[MemoryTier]) -> None:
     config = Config(chunk_size=CHUNK, local_cpu=False, remote_url="redis://host:1")
-    with pytest.raises(ConfigError, match=r"no tier for it|local_cpu is false, but this version"):
+    with pytest.raises(ConfigError, match="local_cpu is false, but this version"):
         create(oracle, config, tiers=tiers)
 
 

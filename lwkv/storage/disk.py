@@ -137,11 +137,10 @@ class DiskTier:
                 return Status.MISS
             read_pages(file, [page], self._form.offset(layer))
             found = checksum(bytes_of(page))
-            # Another process may have removed the file and written it anew since its header was read.
-            if found not in (
-                header.layers[layer].checksum,
-                self._read_header(file, key).layers[layer].checksum,
-            ):
+            if found != header.layers[layer].checksum:
+                # Another process may have removed the file and written it anew since its header was read.
+                header = self._read_header(file, key)
+            if found != header.layers[layer].checksum:
                 raise BadFileError("corrupt", f"layer {layer} does not have the checksum it should")
             return Status.OK
         finally:
@@ -254,8 +253,8 @@ def _way(direct: bool) -> str:
 
 def _unusable(path: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"local_disk: {path!r} cannot be used: {error.strerror or error}; give a folder that is there and can "
-        "be written to, or leave local_disk out"
+        f"local_disk: {path!r} cannot be used: {error.strerror or error}; give a folder that is there and "
+        "can be written to, or leave local_disk out"
     )
 
 

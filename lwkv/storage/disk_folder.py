@@ -175,10 +175,9 @@ class Folder:
 
     def discard(self, draft: Draft) -> None:
         """Remove a file that is not complete, and give its space back."""
-        with suppress(OSError):
-            with locked(self.path, self._timeout_s) as lock:
-                os.unlink(draft.path)
-                lock.used -= draft.num_bytes
+        with suppress(OSError), locked(self.path, self._timeout_s) as lock:
+            os.unlink(draft.path)
+            lock.used -= draft.num_bytes
         os.close(draft.file)
 
     def set_aside(self, key: str, reason: str, text: str) -> None:
@@ -210,7 +209,7 @@ class Folder:
         return Draft(key, path, file, num_bytes)
 
     def _begin_with_less(self, key: str, num_bytes: int) -> Draft:
-        """The file system is full before `max_bytes` are reached: remove as much as is needed, and try again."""
+        """The file system is full before `max_bytes` are reached: remove as much as is needed, then try."""
         self._counters.add("disk_no_space")
         with locked(self.path, self._timeout_s) as lock:
             freed = 0

@@ -6,9 +6,10 @@
     zeros up to a multiple of 4096
     layer 0, layer 1, ... each with zeros up to a multiple of 4096
 
-Numbers are little-endian. Checksums are CRC-32: of what the standard library has it is the fastest by far (1.4
-GB/s a core, BLAKE2b 0.3), it gives the GIL free, and it tells every burst of up to 32 wrong bits and all but one
-in four billion of other damage. It is no protection from forgers: who may write to the folder is trusted.
+Numbers are little-endian. Checksums are CRC-32: of what the standard library has it is the fastest by far
+(1.4 GB/s a core, BLAKE2b 0.3), it gives the GIL free, and it tells every burst of up to 32 wrong bits and all
+but one in four billion of other damage. It is no protection from forgers: who may write to the folder is
+trusted.
 """
 
 from __future__ import annotations

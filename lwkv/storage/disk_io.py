@@ -105,7 +105,7 @@ def write_bytes(file: int, data: bytes) -> None:
 
 def bytes_of(page: torch.Tensor) -> memoryview:
     """The memory of a page, uint8 (bytes,), on the host."""
-    return memoryview(page.numpy())
+    return page.numpy().data
 
 
 def _vectors(pages: Sequence[torch.Tensor]) -> _Vectors:

@@ -19,8 +19,8 @@ _USED = struct.Struct("<q")
 class FolderLock:
     """Held by whoever counts, adds or removes files; no reader needs it. For the holder only.
 
-    `used` is what all files have together, in bytes; -1 where nobody has counted yet. The system ends the lock
-    of a process that dies; what it counted last may then be wrong until somebody counts anew.
+    `used` is what all files have together, in bytes; -1 where nobody has counted yet. The system ends the
+    lock of a process that dies; what it counted last may then be wrong until somebody counts anew.
     """
 
     def __init__(self, file: int) -> None:
