@@ -16,7 +16,7 @@ from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend
 from lwkv.blend.rows import Layout
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad
-from lwkv.blend.selector import Deviation, NoTokens, Selector
+from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector
 from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
 from lwkv.errors import RequestError
@@ -58,7 +58,8 @@ class Blender:
             It takes the attention that a text's first token otherwise draws to itself.
         selector: which reused tokens are computed again; by default as `blend_check_layers` and
             `blend_recompute_ratios` say.
-        share: of the reused tokens, the part to compute again; by default the last of the configured ratios.
+        share: of the reused tokens, the part to compute again; by default the selector's own for its last
+            layer, or the last of the configured ratios.
 
     Raises:
         ConfigError: an engine without the buffer connector; a check layer that the model does not have.
@@ -78,7 +79,8 @@ class Blender:
         self.model = model
         layers, shares = zip(*engine.config.blend_plan, strict=True)
         self.selector: Selector = selector or Deviation("v", layers, shares)
-        self.share = shares[-1] if share is None else share
+        usual = self.selector.shares[-1] if isinstance(self.selector, ByChange) else shares[-1]
+        self.share = usual if share is None else share
         self._connector = self.segments.connector
         self._connector.set_rope(model.rope)
         self._rows = PagedRows(self._connector)

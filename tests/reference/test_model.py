@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_model import Dense
 from torch import Tensor
 
 from lwkv.reference import LAYOUTS, ModelShape, NoCache, PagedCache, RopeScaling, forward, random_model
 from lwkv.reference.batch import Part, build_batch
 from lwkv.reference.random_model import RandomTensors
-from lwkv.reference.rope import inverse_frequencies, magnitude
 from lwkv.reference.weights import assemble
 
 TOKENS = [(7 * i * i + 3 * i) % 101 for i in range(23)]
@@ -23,64 +23,6 @@ VARIANTS = {
     "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 16)},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 16)},
 }
-
-
-class Dense:
-    """The same model written down plainly: float64, one token's view of all earlier ones, head by head."""
-
-    def __init__(self, shape: ModelShape, source: RandomTensors) -> None:
-        self.shape = shape
-        self.tensors = {name: source.read(name).double() for name in source.names()}
-
-    def logits(self, tokens: list[int]) -> Tensor:
-        x = self.tensors["model.embed_tokens.weight"][tokens]
-        for layer in range(self.shape.num_layers):
-            x = x + self._attention(f"model.layers.{layer}.", x)
-            x = x + self._mlp(f"model.layers.{layer}.", x)
-        head = "model.embed_tokens.weight" if self.shape.tied_embeddings else "lm_head.weight"
-        return self._norm("model.norm", x) @ self.tensors[head].T
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return (
-            x
-            / (x.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps).sqrt()
-            * self.tensors[name + ".weight"]
-        )
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0)
-
-    def _mlp(self, prefix: str, x: Tensor) -> Tensor:
-        x = self._norm(prefix + "post_attention_layernorm", x)
-        gate = self._linear(prefix + "mlp.gate_proj", x)
-        return self._linear(
-            prefix + "mlp.down_proj", gate * gate.sigmoid() * self._linear(prefix + "mlp.up_proj", x)
-        )
-
-    def _heads(self, name: str, x: Tensor, rotated: bool) -> list[Tensor]:
-        heads = list(self._linear(f"{name}_proj", x).split(self.shape.head_size, dim=-1))
-        if self.shape.qk_norm and rotated:
-            heads = [self._norm(f"{name}_norm", head) for head in heads]
-        return [self._rotate(head) for head in heads] if rotated else heads
-
-    def _rotate(self, head: Tensor) -> Tensor:
-        half = self.shape.rotary_size // 2
-        angles = torch.outer(torch.arange(len(head), dtype=torch.float64), inverse_frequencies(self.shape))
-        turn = torch.polar(torch.full_like(angles, magnitude(self.shape)), angles)
-        turned = torch.complex(head[:, :half].contiguous(), head[:, half : 2 * half].contiguous()) * turn
-        return torch.cat((turned.real, turned.imag, head[:, 2 * half :]), dim=-1)
-
-    def _attention(self, prefix: str, x: Tensor) -> Tensor:
-        x = self._norm(prefix + "input_layernorm", x)
-        q, k = (self._heads(f"{prefix}self_attn.{name}", x, True) for name in "qk")
-        v = self._heads(f"{prefix}self_attn.v", x, False)
-        outs = []
-        for number, query in enumerate(q):
-            kv = number * len(k) // len(q)
-            scores = query @ k[kv].T / self.shape.head_size**0.5
-            later = torch.ones_like(scores).triu(1).bool()
-            outs.append(scores.masked_fill(later, float("-inf")).softmax(-1) @ v[kv])
-        return self._linear(prefix + "self_attn.o_proj", torch.cat(outs, dim=-1))
 
 
 def _logits(model_shape: ModelShape, device: torch.device, layout: str, cuts: list[int]) -> Tensor:

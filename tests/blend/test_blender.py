@@ -1,0 +1,191 @@
+"""Blended prompts against models that are written down plainly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blend.conftest import CHUNK, DOCUMENTS, HEAD, QUESTION, SHARED, Bench, host, prompt
+
+from lwkv.blend import (
+    AllTokens,
+    BlendRequest,
+    Deviation,
+    FirstTokens,
+    NoTokens,
+    QueryAttention,
+    RandomTokens,
+)
+from lwkv.reference import LAYOUTS, ModelShape, RopeScaling
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "tied_embeddings": True},
+    "partly rotated": {"rotary_fraction": 0.4},
+    "llama3 scaling": {"rope_scaling": RopeScaling("llama3", 8.0, 16)},
+    "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 16)},
+    "linear scaling": {"rope_scaling": RopeScaling("linear", 2.0)},
+}
+EXACT = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "selector", [AllTokens(), Deviation(), Deviation("k", (1, 2), (1.0, 1.0)), QueryAttention()], ids=str
+)
+def test_all_tokens_computed_equal_a_full_prefill(
+    selector: Any, layout: str, shape: ModelShape, device: torch.device
+) -> None:
+    bench = Bench(shape, device, layout)
+    blender = bench.blender(selector, share=1.0)
+    bench.encode(blender)
+    tokens, request = prompt([2, 0, 1])
+    (found,) = blender.prefill([request])
+    assert (found.num_reused, found.num_chosen) == (42, 42)
+    torch.testing.assert_close(found.logits.cpu(), bench.full(tokens), **EXACT)
+    bench.close()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_blends_equal_a_dense_reference_with_exact_positions(
+    count: int, variant: str, shape: ModelShape, device: torch.device
+) -> None:
+    bench = Bench(replace(shape, **VARIANTS[variant]), device)
+    blender = bench.blender(FirstTokens(count))
+    bench.encode(blender)
+    tokens, request = prompt([2, 0, 1])
+    (found,) = blender.prefill([request])
+    torch.testing.assert_close(found.logits.cpu(), _dense(bench, blender, tokens, request, count), **EXACT)
+    bench.close()
+
+
+def _dense(bench: Bench, blender: Any, tokens: list[int], request: BlendRequest, count: int) -> torch.Tensor:
+    reused, kept = {}, set()
+    for start, end in request.segments:
+        reused[start] = bench.alone(blender, tokens[start:end])
+        kept |= set(range(start + count, end))
+    computed = [i for i in range(len(tokens)) if i not in kept]
+    return bench.dense.blend(tokens, computed, reused).float()
+
+
+def test_a_share_of_nothing_is_plain_reuse_for_every_selector(bench: Bench) -> None:
+    bench.encode(bench.blender())
+    _, request = prompt([1, 2, 0])
+    found = [
+        host(bench.blender(selector, share=0.0).prefill([request]))[0]
+        for selector in (NoTokens(), Deviation(), QueryAttention(), RandomTokens(), FirstTokens())
+    ]
+    assert all(torch.equal(one, found[0]) for one in found)
+    tokens, _ = prompt([1, 2, 0])
+    wanted = _dense(bench, bench.blender(), tokens, request, 0)
+    torch.testing.assert_close(found[0], wanted, **EXACT)
+
+
+def test_a_segment_at_the_beginning_equals_a_prefix_hit_exactly(bench: Bench) -> None:
+    document = DOCUMENTS[2][: 2 * CHUNK]
+    tokens = [*document, *QUESTION]
+    slots = np.arange(len(tokens))
+    plain = bench.blender(shared_prefix=())
+    plain.encode(document, np.arange(40, 40 + len(document)))
+    assert bench.engine.flush()
+    bench.cache.fill(float("nan"))
+    (by_segment,) = plain.prefill([BlendRequest(tokens, slots, [(0, len(document))])])
+    bench.engine.store(document, slot_mapping=slots[: len(document)])
+    assert bench.engine.flush()
+    bench.cache.fill(float("nan"))
+    (by_prefix,) = plain.prefill([BlendRequest(tokens, slots)])
+    assert (by_segment.num_known, by_prefix.num_known) == (len(document), len(document))
+    assert torch.equal(by_segment.logits, by_prefix.logits)
+    torch.testing.assert_close(by_prefix.logits.cpu(), bench.full(tokens), **EXACT)
+
+
+def test_prompts_of_a_batch_equal_each_alone(bench: Bench) -> None:
+    blender = bench.blender(Deviation("v", (1, 2), (0.4, 0.2)))
+    bench.encode(blender, DOCUMENTS[:2])
+    prompts = [prompt([2, 0, 1]), prompt([1]), prompt([2]), prompt([])]
+    parts = np.split(np.random.default_rng(5).permutation(300), 4)
+    requests = [
+        replace(request, slot_mapping=part[: len(tokens)])
+        for (tokens, request), part in zip(prompts, parts, strict=True)
+    ]
+    together = blender.prefill(requests)
+    assert [one.num_reused for one in together] == [21, 8, 0, 0]
+    for found, request in zip(together, requests, strict=True):
+        bench.cache.fill(float("nan"))
+        (alone,) = blender.prefill([request])
+        torch.testing.assert_close(found.logits, alone.logits, **EXACT)
+        assert replace(found, logits=None) == replace(alone, logits=None)
+
+
+def test_what_is_not_cached_is_computed_and_takes_nothing_of_the_budget(bench: Bench) -> None:
+    blender = bench.blender(Deviation(shares=(0.25,)))
+    bench.encode(blender, DOCUMENTS[1:2])
+    tokens, request = prompt([0, 1, 2])
+    (found,) = blender.prefill([request])
+    assert (found.num_reused, found.num_chosen, found.num_computed) == (8, 2, len(tokens) - 8)
+    assert blender.missing(request) == [request.segments[0], request.segments[2]]
+    bench.encode(blender, [DOCUMENTS[0], DOCUMENTS[2]])
+    (found,) = blender.prefill([request])
+    assert (found.num_reused, found.num_chosen, found.num_computed) == (42, 10, len(tokens) - 42)
+    assert blender.missing(request) == []
+
+
+def test_a_prefix_hit_in_front_is_exact_and_never_computed(bench: Bench) -> None:
+    blender = bench.blender(NoTokens())
+    head = list(range(30, 41))
+    tokens, request = prompt([1, 0], head=head)
+    bench.encode(blender)
+    slots = np.arange(CHUNK * 2)
+    blender.prefill([BlendRequest(tokens[: CHUNK * 2], slots)])
+    bench.engine.store(tokens[: CHUNK * 2], slot_mapping=slots)
+    assert bench.engine.flush()
+    bench.cache.fill(float("nan"))
+    (found,) = blender.prefill([request])
+    # The prefix ends inside the first segment: what it covers of that is exact.
+    assert found.num_known == CHUNK * 2
+    assert found.num_reused == 11 + 8 - CHUNK * 2 + 13
+    reused = {0: bench.dense.alone(tokens[: CHUNK * 2], 0)}
+    for start, end in request.segments:
+        kv = bench.alone(blender, tokens[start:end])
+        drop = max(0, CHUNK * 2 - start)
+        reused[start + drop] = [tuple([head[drop:] for head in part] for part in layer) for layer in kv]
+    computed = [i for i in range(CHUNK * 2, len(tokens)) if not any(a <= i < b for a, b in request.segments)]
+    torch.testing.assert_close(
+        found.logits.cpu(), bench.dense.blend(tokens, computed, reused).float(), **EXACT
+    )
+
+
+def test_tokens_that_the_engine_has_itself_are_neither_loaded_nor_computed(bench: Bench) -> None:
+    blender = bench.blender(AllTokens())
+    bench.encode(blender)
+    tokens, request = prompt([0, 1])
+    blender.prefill([BlendRequest(tokens[:7], request.slot_mapping[:7])])
+    (found,) = blender.prefill([replace(request, num_local=7)])
+    assert found.num_known == 7
+    assert found.num_reused == 13 - 5 + 8
+    torch.testing.assert_close(found.logits.cpu(), bench.full(tokens), **EXACT)
+
+
+def test_a_prompt_that_ends_with_a_segment_computes_its_last_token(bench: Bench) -> None:
+    blender = bench.blender(AllTokens())
+    bench.encode(blender)
+    tokens = [*HEAD, *DOCUMENTS[0]]
+    (found,) = blender.prefill([BlendRequest(tokens, np.arange(len(tokens)), [(2, len(tokens))])])
+    assert (found.num_reused, found.num_computed) == (12, 3)
+    torch.testing.assert_close(found.logits.cpu(), bench.full(tokens), **EXACT)
+
+
+def test_segments_are_found_by_content_and_shared_prefix_alone(bench: Bench) -> None:
+    blender = bench.blender()
+    bench.encode(blender, DOCUMENTS[:1])
+    _, request = prompt([0])
+    assert blender.missing(request) == []
+    assert blender.missing(replace(request, salts=("lora",))) == [request.segments[0]]
+    assert bench.blender(shared_prefix=SHARED[:2]).missing(request) == [request.segments[0]]
+    assert bench.engine.lookup(DOCUMENTS[0]) == 0
+    assert bench.engine.lookup([*SHARED, *DOCUMENTS[0]]) == 0
