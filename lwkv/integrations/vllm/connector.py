@@ -1,0 +1,166 @@
+"""The class that vLLM makes: its hooks, handed on to the scheduler's or the worker's half."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from lwkv.engine import CacheEngine
+from lwkv.integrations.vllm.caches import Rank, describe, only_group
+from lwkv.integrations.vllm.index import ChunkIndex
+from lwkv.integrations.vllm.orders import StepOrders
+from lwkv.integrations.vllm.reports import RankInfo, StepReports
+from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
+from lwkv.integrations.vllm.settings import Settings, is_layerwise, read_settings
+from lwkv.integrations.vllm.versions import check_version
+from lwkv.integrations.vllm.worker import WorkerSide
+from lwkv.platforms import platform_for
+
+log = logging.getLogger(__name__)
+
+
+class LWKVConnector(KVConnectorBase_V1):
+    """Keeps vLLM's KV cache in lwkv and brings it back layer by layer.
+
+    `kv_connector_extra_config` takes lwkv's settings; docs/vllm.md has the table.
+
+    Raises:
+        ConfigError: at the start, for settings, models and versions of vLLM that cannot work.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        check_version(vllm_version)
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._orders: StepOrders | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = _make_scheduler(self._settings, vllm_config, kv_cache_config)
+            _set_policy(vllm_config.kv_transfer_config, self._settings)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # A store that is lost is a miss later on.
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # A graph that is replayed as a whole calls no hooks around layers.
+        return is_layerwise(extra_config)
+
+    # ---- a worker's half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker = _make_worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
+
+    def get_handshake_metadata(self) -> Any:
+        return None if self._worker is None else self._worker.info
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata)
+
+    def has_connector_metadata(self) -> bool:
+        """Whether the hooks around layers have anything to do in this step."""
+        return self._connector_metadata is not None and self._connector_metadata.moves_anything
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.invalid_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        report = None if self._worker is None else self._worker.report()
+        return None if report is None else StepReports((report,))
+
+    # ---- the scheduler's half
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, RankInfo]) -> None:
+        for info in metadata.values():
+            self._scheduler.index.introduce(info)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, RankInfo]) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.num_new_matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return self._scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        reports = getattr(connector_output, "kv_connector_worker_meta", None)
+        if reports is not None:
+            self._scheduler.learn(reports)
+
+    def reset_cache(self) -> bool:
+        self._scheduler.reset()
+        return True
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+
+def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> SchedulerSide:
+    config, role = settings.config, vllm_config.kv_transfer_config
+    spec = only_group(kv_cache_config).kv_cache_spec
+    ranks = vllm_config.parallel_config.world_size
+    index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk)
+    return SchedulerSide(
+        config,
+        Role(loads=role.is_kv_consumer, stores=role.is_kv_producer),
+        index,
+        block_size=spec.block_size,
+        num_ranks=ranks,
+        window=getattr(spec, "sliding_window", None),
+    )
+
+
+def _make_worker(
+    settings: Settings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> WorkerSide:
+    tp, pp = get_tp_group(), get_pp_group()
+    rank = Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
+    caches, metadata, hints = describe(vllm_config, kv_cache_config, kv_caches, rank, vllm_version)
+    device = next(iter(kv_caches.values())).device
+    engine = CacheEngine.create(
+        settings.config, metadata, caches, layout_hints=hints, platform=platform_for(device)
+    )
+    return WorkerSide(engine, rank.number, only_group(kv_cache_config).kv_cache_spec.block_size)
+
+
+def _set_policy(transfer_config: Any, settings: Settings) -> None:
+    """Have vLLM compute what could not be loaded: its own default is to fail the request."""
+    if transfer_config.kv_load_failure_policy != settings.on_load_failure:
+        log.info(
+            "kv_load_failure_policy was %r, lwkv sets it to %r: a failed load costs time, no request "
+            "(on_load_failure in kv_connector_extra_config is for the other choice)",
+            *(transfer_config.kv_load_failure_policy, settings.on_load_failure),
+        )
+        transfer_config.kv_load_failure_policy = settings.on_load_failure

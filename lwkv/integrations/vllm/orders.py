@@ -1,0 +1,59 @@
+"""What the scheduler's half tells every worker's half, once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lwkv.platforms.protocol import Int64s
+from lwkv.transfer import NO_SLOT
+
+NULL_BLOCK = 0
+"""The block that vLLM puts where a request has none, such as behind a sliding window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Tokens of one request that are to be loaded into its blocks, or stored from there.
+
+    Attributes:
+        tokens: int64 (tokens,), all from the request's first to the end of the last chunk that is moved.
+        salts: what else the keys stand for.
+        blocks: int64, the request's block for each `block_size` tokens, as far as it has some.
+        first, end: tokens [first, end) are moved.
+    """
+
+    tokens: Int64s
+    salts: tuple[str, ...]
+    blocks: Int64s
+    first: int
+    end: int
+
+    def slots(self, block_size: int) -> Int64s:
+        """Each token's slot, int64 (tokens,); NO_SLOT for those that are not moved or have no block."""
+        places = np.arange(self.first, min(self.end, len(self.blocks) * block_size))
+        blocks = self.blocks[places // block_size]
+        slots = np.full(len(self.tokens), NO_SLOT, np.int64)
+        slots[places] = np.where(blocks == NULL_BLOCK, NO_SLOT, blocks * block_size + places % block_size)
+        return slots
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """What one step loads before its layers compute, and stores after them.
+
+    Attributes:
+        step: counts the scheduler's steps, from 1.
+        acknowledged: the last step whose reports the scheduler had when it gave these orders.
+    """
+
+    step: int
+    acknowledged: int
+    loads: Sequence[Move] = field(default=())
+    stores: Sequence[Move] = field(default=())
+
+    @property
+    def moves_anything(self) -> bool:
+        return bool(self.loads or self.stores)

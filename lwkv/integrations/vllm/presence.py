@@ -1,0 +1,53 @@
+"""What a worker has told the scheduler of its chunks, and what there is to tell."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from lwkv.keys import ChunkKey
+from lwkv.storage import StorageManager
+
+
+class Presence:
+    """Watches one engine's host tier. A chunk may be told as kept before its bytes have arrived there.
+
+    `kept` and `dropped` come from any thread, the rest from the one that runs the forward pass.
+    """
+
+    def __init__(self, storage: StorageManager) -> None:
+        self._storage = storage
+        self._changes: deque[tuple[bool, Sequence[ChunkKey]]] = deque()
+        self._on_its_way: set[ChunkKey] = set()
+        storage.host.watcher = self
+
+    def kept(self, keys: Sequence[ChunkKey]) -> None:
+        self._changes.append((True, keys))
+
+    def dropped(self, keys: Sequence[ChunkKey]) -> None:
+        self._changes.append((False, keys))
+
+    def is_on_its_way(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether one of `keys` was told as kept and may not have arrived yet."""
+        return not self._on_its_way.isdisjoint(keys)
+
+    def changes(self, accepted: Sequence[ChunkKey]) -> tuple[list[bytes], list[bytes]]:
+        """Hashes of chunks that came, and of those that went, since the last call.
+
+        Args:
+            accepted: chunks of a store that was accepted; those that memory was found for count as kept.
+        """
+        state: dict[ChunkKey, bool] = {}
+        while self._changes:
+            there, keys = self._changes.popleft()
+            state.update(dict.fromkeys(keys, there))
+        doubtful = [key for key in {*self._on_its_way, *accepted} if key not in state]
+        self._on_its_way = set()
+        for key, kept in zip(doubtful, self._storage.is_kept(doubtful), strict=True):
+            state[key] = kept
+            if kept:
+                self._on_its_way.add(key)
+        return (
+            [key.hash for key, kept in state.items() if kept],
+            [key.hash for key, kept in state.items() if not kept],
+        )

@@ -1,0 +1,60 @@
+"""The tokens of a request of vLLM, as its chunks are named by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import shake_128
+from typing import Any
+
+import numpy as np
+
+from lwkv.platforms.protocol import Int64s
+
+_MEDIA_BIT = 1 << 62
+
+
+def token_ids(request: Any, num_tokens: int) -> Int64s:
+    """The first `num_tokens` ids, int64, prompt and output, on which the KV depends.
+
+    Placeholders of images and other media are the same in every prompt. Each is replaced by 62 bits out of
+    its medium's own identifier, so that keys depend on every medium and on where it stands.
+    """
+    ids = np.array(request.all_token_ids[:num_tokens], np.int64)
+    for feature in getattr(request, "mm_features", None) or ():
+        position = feature.mm_position
+        stand_ins = _stand_ins(str(feature.identifier), position.length)
+        # A prompt may be cut within a medium.
+        end = min(position.offset + position.length, len(ids))
+        ids[position.offset : end] = stand_ins[: max(0, end - position.offset)]
+    return ids
+
+
+def salts_of(request: Any, epoch: int = 0) -> tuple[str, ...]:
+    """What beside the tokens decides the KV: LoRA, cache salt, and how often the cache was reset."""
+    salts: list[str] = []
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        salts += ["lora", str(lora.lora_name), str(getattr(lora, "lora_path", ""))]
+    if getattr(request, "cache_salt", None):
+        salts += ["salt", str(request.cache_salt)]
+    if epoch:
+        salts += ["epoch", str(epoch)]
+    return tuple(salts)
+
+
+def is_cacheable(request: Any) -> bool:
+    """Whether token ids tell all of the prompt; embeddings have none."""
+    return request.prompt_token_ids is not None and getattr(request, "prompt_embeds", None) is None
+
+
+def wants_hits(request: Any) -> bool:
+    """Whether cached tokens may be left out of the computation; prompt log-probabilities need them all."""
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return False
+    parameters = getattr(request, "sampling_params", None)
+    return getattr(parameters, "prompt_logprobs", None) is None
+
+
+def _stand_ins(identifier: str, length: int) -> Int64s:
+    words: Sequence[int] | Any = np.frombuffer(shake_128(identifier.encode()).digest(8 * length), "<u8")
+    return ((words >> np.uint64(2)) | np.uint64(_MEDIA_BIT)).astype(np.int64)

@@ -1,0 +1,52 @@
+"""What every worker's half tells the scheduler's half, once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """What the scheduler must know of a rank to name its chunks.
+
+    Attributes:
+        rank: over tensor and pipeline parallel ranks.
+        namespace: of the rank's keys.
+        tokens_per_row: tokens that can only be moved together.
+    """
+
+    rank: int
+    namespace: str
+    tokens_per_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """How a step was for one rank. Chunks are named by the hashes of their keys.
+
+    Attributes:
+        step: of the orders that this answers.
+        stored: whether the stores were accepted; if not, they are to be ordered again.
+        kept: chunks that are in host memory or surely will be.
+        dropped: chunks that are not in host memory any more.
+        failed: chunks that could not be loaded, wherever they were thought to be.
+    """
+
+    info: RankInfo
+    step: int
+    stored: bool = True
+    kept: Sequence[bytes] = field(default=())
+    dropped: Sequence[bytes] = field(default=())
+    failed: Sequence[bytes] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class StepReports:
+    """The reports of one step from one or more ranks."""
+
+    reports: tuple[RankReport, ...]
+
+    def aggregate(self, other: StepReports) -> StepReports:
+        """Both together; vLLM calls this for the ranks of a step."""
+        return StepReports(self.reports + other.reports)

@@ -1,0 +1,178 @@
+"""The scheduler's half: it alone decides what is loaded and what is stored, for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lwkv.config import Config
+from lwkv.integrations.vllm.index import ChunkIndex
+from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders
+from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
+from lwkv.integrations.vllm.reports import StepReports
+from lwkv.integrations.vllm.tracked import Span, Tracked
+from lwkv.request import Chunking
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Which directions this vLLM takes part in: `kv_role`."""
+
+    loads: bool
+    stores: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's part in a step: tokens in place before it, tokens in place after it, and its blocks."""
+
+    tracked: Tracked
+    computed: int
+    in_place: int
+    blocks: Callable[[], Sequence[int]]
+
+
+class SchedulerSide:
+    """Follows vLLM's requests and gives the workers their orders.
+
+    A lookup takes nothing and changes nothing, so there is nothing to release where a request is aborted,
+    preempted or found in vLLM's own cache: chunks are pinned by the workers for the step that loads them. If
+    one has gone by then, that load fails, and vLLM computes its tokens.
+
+    With several ranks nothing that was computed beside a load, or behind one that has not been reported yet,
+    is stored before all ranks have reported: if one rank's load fails, the others compute on its garbage.
+
+    Args:
+        block_size: tokens of a block of vLLM's block tables.
+        num_ranks: workers, over tensor and pipeline parallel.
+        window: tokens that the model looks back, where blocks behind them are given to others; else None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        role: Role,
+        index: ChunkIndex,
+        block_size: int,
+        num_ranks: int = 1,
+        window: int | None = None,
+    ) -> None:
+        self.index = index
+        self._config = config
+        self._role = role
+        self._block_size = block_size
+        self._num_ranks = num_ranks
+        self._window = window
+        self._tracked: dict[str, Tracked] = {}
+        self._step = 0
+        self._acknowledged = 0
+        self._last_load = 0
+        self._epoch = 0
+        self._cared_for: dict[int, list[tuple[Tracked, int]]] = {}
+
+    def num_new_matched_tokens(self, request: Any, num_local: int) -> int:
+        """Tokens beyond the first `num_local` that can be loaded; asked any number of times."""
+        if not (self._role.loads and is_cacheable(request) and wants_hits(request)):
+            return 0
+        return max(0, self._follow(request).hit(self.index, self._block_size) - num_local)
+
+    def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
+        """A request has got its blocks and is in this step, for which `num_loaded` tokens are to be loaded."""
+        if is_cacheable(request):
+            tracked = self._follow(request)
+            tracked.blocks, tracked.to_load = list(blocks), num_loaded
+
+    def orders(self, output: Any) -> StepOrders:
+        """What the step of vLLM's scheduler output is to load and to store."""
+        self._step += 1
+        for request_id in output.finished_req_ids:
+            self._tracked.pop(request_id, None)
+        scheduled = list(self._scheduled(output))
+        loads = [
+            item.tracked.move(item.tracked.load(item.computed), item.blocks())
+            for item in scheduled
+            if item.tracked.to_load
+        ]
+        if loads:
+            self._last_load = self._step
+        stores = self._stores(scheduled) if self._role.stores else []
+        return StepOrders(self._step, self._acknowledged, loads, stores)
+
+    def learn(self, reports: StepReports) -> None:
+        """Take over what the ranks report of a step."""
+        for report in reports.reports:
+            self.index.learn(report)
+            self._acknowledged = max(self._acknowledged, report.step)
+            for tracked, cared_for in () if report.stored else self._cared_for.get(report.step, ()):
+                tracked.cared_for = min(tracked.cared_for, cared_for)
+        for step in [step for step in self._cared_for if step <= self._acknowledged]:
+            del self._cared_for[step]
+
+    def reset(self) -> None:
+        """Find nothing any more that was stored before, nor what is still being stored."""
+        self._epoch += 1
+        self._tracked.clear()
+        self.index.clear()
+
+    def _follow(self, request: Any) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            config = self._config
+            chunking = Chunking(config.chunk_size, config.save_unfull_chunk, self.index.tokens_per_row)
+            tracked = Tracked.follow(request, chunking, self._epoch)
+            self._tracked[request.request_id] = tracked
+        return tracked
+
+    def _scheduled(self, output: Any) -> Iterator[Scheduled]:
+        """The step's requests that are followed, with their blocks as they are now."""
+        for new in output.scheduled_new_reqs:
+            yield from self._part(output, new.req_id, new.num_computed_tokens, new.block_ids, True)
+        cached = output.scheduled_cached_reqs
+        for request_id, computed, blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
+            resumed = request_id in cached.resumed_req_ids
+            yield from self._part(output, request_id, computed, blocks, resumed)
+
+    def _part(
+        self, output: Any, request_id: str, computed: int, blocks: Any, anew: bool
+    ) -> Iterator[Scheduled]:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        if anew:
+            tracked.blocks = []
+        tracked.blocks += blocks[0] if blocks else ()
+        in_place = computed + int(output.num_scheduled_tokens.get(request_id, 0))
+        state = getattr(output, "kv_connector_block_state", None)
+        yield Scheduled(tracked, computed, in_place, partial(self._blocks, tracked, state, computed))
+
+    def _blocks(self, tracked: Tracked, state: Any, computed: int) -> Sequence[int]:
+        """The request's blocks: from vLLM 0.30 on its own word, before that what was followed."""
+        told = None if state is None else state.get_block_ids(tracked.request.request_id)
+        if told is not None:
+            return list(told[0])
+        gone = 0 if self._window is None else max(0, computed - self._window + 1) // self._block_size
+        return [NULL_BLOCK] * min(gone, len(tracked.blocks)) + tracked.blocks[gone:]
+
+    def _stores(self, scheduled: Sequence[Scheduled]) -> list[Move]:
+        before = [(item.tracked, item.tracked.cared_for) for item in scheduled]
+        spans = [(item, self._to_store(item)) for item in scheduled]
+        stores = [item.tracked.move(span, item.blocks()) for item, span in spans if span is not None]
+        if stores:
+            self._cared_for[self._step] = before
+        return stores
+
+    def _to_store(self, item: Scheduled) -> Span | None:
+        tracked, request = item.tracked, item.tracked.request
+        # What comes after the known tokens are drafts, or ids that are still being sampled.
+        in_place = min(item.in_place, int(request.num_tokens))
+        if self._num_ranks > 1 and self._last_load > self._acknowledged:
+            tracked.sound = min(tracked.sound, item.computed)
+        else:
+            tracked.sound = in_place
+        if not self._config.save_decode_cache:
+            in_place = min(in_place, int(request.num_prompt_tokens))
+        return tracked.store(self.index, item.computed, min(in_place, tracked.sound))

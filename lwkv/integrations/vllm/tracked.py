@@ -1,0 +1,112 @@
+"""One request as the scheduler's half follows it from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lwkv.integrations.vllm.index import ChunkIndex, RankKeys
+from lwkv.integrations.vllm.orders import Move
+from lwkv.integrations.vllm.prompt import salts_of, token_ids
+from lwkv.platforms.protocol import Int64s
+from lwkv.request import Chunking
+
+
+class Span(NamedTuple):
+    """Tokens [first, end) are moved; their keys stand for the first `num_tokens`."""
+
+    first: int
+    end: int
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A request and how far its chunks are taken care of.
+
+    Attributes:
+        request: vLLM's own, which grows as tokens are generated.
+        blocks: vLLM's blocks of it, as of the last step that it was in.
+        to_load: tokens that its next step loads.
+        cared_for: leading chunks that are cached or were ordered to be stored.
+        sound: leading tokens of which no rank can have computed garbage.
+    """
+
+    request: Any
+    salts: tuple[str, ...]
+    chunking: Chunking
+    blocks: list[int] = field(default_factory=list)
+    to_load: int = 0
+    cared_for: int = 0
+    sound: int = 0
+    _ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    _keys: RankKeys = field(default_factory=list)
+
+    @classmethod
+    def follow(cls, request: Any, chunking: Chunking, epoch: int) -> Tracked:
+        return cls(request, salts_of(request, epoch), chunking)
+
+    def keys(self, index: ChunkIndex, num_tokens: int) -> RankKeys:
+        """For each rank the keys of all chunks of the first `num_tokens` tokens, and maybe of more."""
+        if self._lacks(num_tokens) or not self._keys:
+            self._ids = token_ids(self.request, num_tokens)
+            self._keys = index.keys(self._ids, self.salts)
+        return self._keys
+
+    def hit(self, index: ChunkIndex, block_size: int) -> int:
+        """Leading tokens that can be loaded: whole blocks, and never all tokens: one must be computed."""
+        num_tokens = int(self.request.num_tokens)
+        cached = int(self._ends(num_tokens)[index.prefix(self.keys(index, num_tokens))])
+        usable = min(cached, num_tokens - 1)
+        return usable - usable % block_size
+
+    def load(self, computed: int) -> Span:
+        """What a step has to load, that begins with `computed` tokens in place, the loaded ones included."""
+        first, self.to_load = computed - self.to_load, 0
+        return Span(first, computed, self._tokens_to(computed))
+
+    def store(self, index: ChunkIndex, computed: int, in_place: int) -> Span | None:
+        """The chunks that are whole with `in_place` tokens and not cached; None if there are none.
+
+        Args:
+            computed: tokens that were in place before the step. Where they are fewer than at the last step,
+                the request has to compute anew, and what was ordered of it may never have been stored.
+        """
+        if in_place < self.request.num_prompt_tokens:
+            in_place -= in_place % self.chunking.chunk_size
+        whole = len(self.chunking.chunk_tokens(in_place))
+        begin = min(self.cared_for, computed // self.chunking.chunk_size)
+        self.cared_for = max(begin, whole)
+        if whole <= begin:
+            return None
+        end = int(self._ends(in_place)[whole])
+        keys = self.keys(index, end)
+        missing = [chunk for chunk in range(begin, whole) if not index.has(keys, chunk)]
+        if not missing:
+            return None
+        first, last = missing[0] * self.chunking.chunk_size, missing[-1] + 1
+        end = int(self._ends(in_place)[last])
+        return Span(first, end, end)
+
+    def move(self, span: Span, blocks: Sequence[int]) -> Move:
+        """The order to move `span` into or out of `blocks`."""
+        if len(self._ids) < span.num_tokens:
+            self._ids, self._keys = token_ids(self.request, span.num_tokens), []
+        ids = self._ids[: span.num_tokens]
+        return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end)
+
+    def _tokens_to(self, end: int) -> int:
+        """Tokens up to the end of the chunk that token `end` - 1 is in: its key stands for all of them."""
+        ends = self._ends(int(self.request.num_tokens))
+        return int(ends[np.searchsorted(ends, end)])
+
+    def _lacks(self, num_tokens: int) -> bool:
+        """Whether the keys at hand are not those of `num_tokens` tokens; a rest's key is for just its tokens."""
+        return len(self._ids) != num_tokens if self.chunking.partial else len(self._ids) < num_tokens
+
+    def _ends(self, num_tokens: int) -> Int64s:
+        """Tokens in front of each chunk, and of all, int64 (chunks + 1,)."""
+        return np.append(0, np.cumsum(self.chunking.chunk_tokens(num_tokens)))

@@ -1,0 +1,164 @@
+"""A worker's half: carries the orders of a step out around the model's layers, and reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lwkv.engine import CacheEngine, Request
+from lwkv.errors import LwkvError
+from lwkv.integrations.vllm.orders import Move, StepOrders
+from lwkv.integrations.vllm.presence import Presence
+from lwkv.integrations.vllm.reports import RankInfo, RankReport
+from lwkv.keys import ChunkKey, chunk_keys
+from lwkv.platforms.protocol import Int64s
+from lwkv.rarely import Rarely
+from lwkv.steps import LayerSteps
+from lwkv.transfer import NO_SLOT
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """Drives a cache engine from the hooks of one worker. For one thread.
+
+    What cannot be loaded is reported as blocks to be computed again; nothing that was computed in such a step
+    is stored, nor in the steps that were under way before the scheduler knew of it. Loads and stores go by
+    steps of their own: a step's loads end before it is known whether its stores may be kept, and with a draft
+    model the stores end later still.
+
+    Args:
+        block_size: tokens of a block of vLLM's block tables.
+    """
+
+    def __init__(self, engine: CacheEngine, rank: int, block_size: int) -> None:
+        self.engine = engine
+        self.info = RankInfo(rank, engine.namespace, engine.connector.tokens_per_row)
+        self._block_size = block_size
+        self._presence = Presence(engine.parts().storage)
+        self._load_steps = LayerSteps(engine)
+        self._store_steps = LayerSteps(engine)
+        self._rarely = Rarely(log)
+        self._orders = StepOrders(0, 0)
+        self._loads: list[Request] = []
+        self._failed_step = 0
+        self._invalid: set[int] = set()
+        self._failed: list[ChunkKey] = []
+        self._accepted: list[ChunkKey] = []
+        self._outcome: tuple[int, bool] | None = None
+        self._loads_ended = self._ended = True
+
+    def begin(self, orders: StepOrders) -> None:
+        """Take the orders of a step; the one before has ended."""
+        self._orders = orders
+        self._loads_ended, self._ended = not orders.loads, False
+        self._invalid = set()
+        if orders.loads:
+            self._loads = self._requests(orders.loads)
+            self._announce(self._load_steps, self._loads, ())
+        if orders.stores:
+            self._announce(self._store_steps, (), self._requests(orders.stores))
+
+    def start_load(self) -> None:
+        """Queue the first layer of all loads."""
+        if not self._loads_ended:
+            self._wait_for_stores()
+            self._load_steps.start_load_kv()
+
+    def wait_for_layer(self, name: str) -> None:
+        """Make the model wait for the loads of a layer."""
+        if not self._loads_ended:
+            self._load_steps.wait_for_layer_load(name)
+
+    def save_layer(self, name: str) -> None:
+        """Queue the stores of a layer that the model has been told to compute."""
+        if not self._loads_ended:
+            self._load_steps.save_kv_layer(name)
+        if self._orders.stores and not self._ended:
+            self._store_steps.save_kv_layer(name)
+
+    def invalid_blocks(self) -> set[int]:
+        """The blocks whose loads failed, of which vLLM computes the tokens again. Ends the loads."""
+        self._end_loads()
+        return self._invalid
+
+    def end(self) -> None:
+        """End the step: what it stores is on its way, or given up."""
+        self._end_loads()
+        if self._ended:
+            return
+        self._ended = True
+        if self._orders.moves_anything:
+            stored = self._end_stores()
+            self._outcome = self._orders.step, stored
+            if stored:
+                self._accepted += [key for move in self._orders.stores for key in self._keys(move)]
+
+    def report(self) -> RankReport | None:
+        """What there is to tell since the last report; None for nothing."""
+        kept, dropped = self._presence.changes(self._accepted)
+        failed = [key.hash for key in self._failed]
+        self._accepted, self._failed = [], []
+        outcome, self._outcome = self._outcome, None
+        if outcome is None and not (kept or dropped or failed):
+            return None
+        step, stored = outcome or (0, True)
+        return RankReport(self.info, step, stored, kept, dropped, failed)
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.engine.close()
+
+    def _requests(self, moves: Sequence[Move]) -> list[Request]:
+        return [Request(move.tokens, move.slots(self._block_size), salts=move.salts) for move in moves]
+
+    def _announce(self, steps: LayerSteps, loads: Sequence[Request], stores: Sequence[Request]) -> None:
+        try:
+            steps.begin(loads, stores)
+        except LwkvError:
+            log.exception("a step's orders cannot be carried out: nothing is loaded or stored in it")
+            steps.begin((), ())
+
+    def _wait_for_stores(self) -> None:
+        """Let chunks arrive in host memory that the scheduler was told of ahead."""
+        if self._presence.is_on_its_way([key for move in self._orders.loads for key in self._keys(move)]):
+            self.engine.parts().completions.wait_idle(self.engine.config.load_timeout_s)
+
+    def _end_loads(self) -> None:
+        if self._loads_ended:
+            return
+        self._loads_ended = True
+        masks = self._load_steps.wait_for_save().loaded
+        arrived = masks or [torch.zeros(len(load.tokens), dtype=torch.bool) for load in self._loads]
+        for move, load, mask in zip(self._orders.loads, self._loads, arrived, strict=True):
+            missing = np.flatnonzero((load.slot_mapping != NO_SLOT) & ~mask.numpy())
+            if len(missing):
+                self._fail(move, missing)
+
+    def _fail(self, move: Move, missing: Int64s) -> None:
+        """Have the tokens at `missing` computed again, and their chunks forgotten."""
+        self._failed_step = self._orders.step
+        self._invalid.update(move.blocks[missing // self._block_size].tolist())
+        chunks = np.unique(missing // self.engine.config.chunk_size).tolist()
+        keys = self._keys(move)
+        self._failed += [keys[chunk] for chunk in chunks]
+        self._rarely.warn("%d tokens could not be loaded; vLLM computes them again", len(missing))
+
+    def _end_stores(self) -> bool:
+        """Whether the step's stores were accepted, or there were none."""
+        if not self._orders.stores:
+            return True
+        if self._orders.acknowledged < self._failed_step:
+            # What was computed may rest on what was not loaded.
+            self._announce(self._store_steps, (), ())
+            return False
+        return self._store_steps.wait_for_save().stored
+
+    def _keys(self, move: Move) -> list[ChunkKey]:
+        config = self.engine.config
+        return chunk_keys(
+            move.tokens, config.chunk_size, self.engine.namespace, move.salts, config.save_unfull_chunk
+        )
