@@ -223,7 +223,7 @@ def test_a_load_is_released_even_if_the_model_cannot_be_made_to_wait(
 
     steps = stage.begin("load")
     with monkeypatch.context() as refused:
-        refused.setattr(stage.engine.connector._loader, "_let_wait", refuse)
+        refused.setattr(stage.engine.connector, "_let_wait", refuse)
         steps.close()
     require_rest(stage.engine)
     assert stage.engine.stats()["transfer_errors"] == 1

@@ -146,7 +146,7 @@ def load_while_old_readers_hang_back(cpu: CPU, remove: Remove) -> None:
         stage.make_late("compute")
         for layer in range(LAYERS):
             stage.oracle.read(OLD, SECOND, layer, "the former request's reading")
-        remove(stage.connector._loader, "_wait_for_readers")
+        remove(stage.connector, "_wait_for_readers")
         stage.load(NEW, SECOND)
         stage.reach("load kernels", "compute")
         stage.oracle.check()
@@ -157,7 +157,7 @@ def load_into_blocks_with_a_zero_fill_on_its_way(cpu: CPU, remove: Remove) -> No
         stage.cache(NEW, FIRST)
         stage.make_late("compute")
         stage.oracle.zero(SECOND)
-        remove(stage.connector._loader, "_wait_for_readers")
+        remove(stage.connector, "_wait_for_readers")
         stage.load(NEW, SECOND)
         stage.reach("load kernels", "compute")
         stage.oracle.check()
@@ -167,7 +167,7 @@ def load_beside_a_model_that_runs_ahead(cpu: CPU, remove: Remove, **settings: An
     with staged(cpu, **settings) as stage:
         stage.cache(NEW, FIRST)
         with held_completions(stage.engine):
-            remove(stage.connector._loader, "wait")
+            remove(stage.connector, "_let_wait")
             stage.load(NEW, SECOND, late=("load copies", "load kernels"))
             stage.reach("compute")
         stage.oracle.check()
@@ -183,7 +183,7 @@ def load_in_bulk_before_the_model_goes_on(cpu: CPU, remove: Remove) -> None:
         stage.cache(NEW, FIRST)
         stage.make_late("load copies", "load kernels")
         with held_completions(stage.engine):
-            remove(stage.connector._loader, "_let_wait")
+            remove(stage.connector, "_let_wait")
             stage.load(NEW, SECOND, sync=False)
             for layer in range(LAYERS):
                 stage.oracle.read(NEW, SECOND, layer)
@@ -200,7 +200,7 @@ def load_that_is_given_up_and_computed_instead(cpu: CPU, remove: Remove) -> None
             steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
             for _ in range(3):
                 next(steps)
-            remove(stage.connector._loader, "_let_wait")
+            remove(stage.connector, "_let_wait")
             steps.close()
             stage.oracle.compute(OLD, SECOND)
             stage.reach("compute")
@@ -224,7 +224,7 @@ def load_kernels_run_ahead_of_copies(cpu: CPU, remove: Remove) -> None:
         stage.cache(NEW, FIRST)
         stage.make_late("load copies")
         with held_completions(stage.engine):
-            remove(stage.connector._load_lane, "_wait_filled")
+            remove(stage.connector._load_lane, "pass_on")
             stage.load(NEW, SECOND, read=False)
             stage.reach("load kernels", "compute")
         stage.oracle.check()
@@ -263,7 +263,7 @@ def save_copies_run_ahead_of_kernels(cpu: CPU, remove: Remove) -> None:
     with staged(cpu) as stage:
         stage.make_late("save kernels", "compute")
         with held_completions(stage.engine):
-            remove(stage.connector._save_lane, "_wait_filled")
+            remove(stage.connector._save_lane, "pass_on")
             stage.save(NEW, SECOND)
             stage.reach("save copies")
         assert stage.engine.flush()
@@ -302,7 +302,7 @@ def host_pages_are_reused_after_a_load(cpu: CPU, remove: Remove) -> None:
         stage.cache(OLD, SECOND)
         stage.cache(NEW, FIRST)
         stage.make_late("compute", "load copies", "load kernels")
-        remove(stage.connector._loader, "end")
+        remove(stage.connector, "end_load")
         stage.load(NEW, SECOND, read=False)
         assert stage.engine.flush()
         stage.load(OLD, FIRST, read=False)
@@ -373,8 +373,8 @@ def staging_memory_that_the_model_still_writes(cpu: CPU, remove: Remove) -> None
     compute = cpu.new_stream(HOST, late=True)
     make = Lane._new_buffer
 
-    def lend(lane: Lane, device: torch.device) -> Any:
-        buffer = make(lane, device)
+    def lend(lane: Lane, device: torch.device, num_bytes: int) -> Any:
+        buffer = make(lane, device, num_bytes)
         lent.append(buffer.memory)
         cpu.launch(compute, lambda: buffer.memory.fill_(7))
         return buffer
@@ -384,8 +384,8 @@ def staging_memory_that_the_model_still_writes(cpu: CPU, remove: Remove) -> None
         with pytest.MonkeyPatch.context() as patched, cpu.use_stream(compute):
             patched.setattr(Lane, "_new_buffer", lend)
             remove(Lane, "_wait_for_allocator")
-            lane = Lane(cpu, HOST, 2, stage.connector._load_lane.buffer_bytes, "copies")
-        stage.connector._load_lane = stage.connector._loader._lane = lane
+            lane = Lane(cpu, HOST, 2, len(stage.connector._load_lane.buffers[0].memory), "copies")
+        stage.connector._load_lane = lane
         lane.kernels.late = True
         steps = stage.engine.retrieve_layer(NEW[:16], slot_mapping=SECOND[:16])
         next(steps), next(steps)
@@ -457,9 +457,9 @@ def test_a_load_that_was_never_begun_keeps_its_pages_until_the_first_copies_are_
         stage.make_late("load copies")
         steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
         next(steps)
-        keep(stage.connector._loader, "_wait_for_fetched")
+        keep(stage.connector, "_wait_for_fetched")
         if not waited:
-            monkeypatch.setattr(stage.connector._loader, "_wait_for_fetched", nothing)
+            monkeypatch.setattr(stage.connector, "_wait_for_fetched", nothing)
         copied = cpu.new_event()
         cpu.record(copied, stage.stream("load copies"))
         steps.close()

@@ -597,7 +597,7 @@ def test_a_step_with_nothing_to_move_uses_neither_device_nor_tiers_nor_hashes(
     """What decoding pays for each token, whatever the number of layers."""
     for name in ("_storage", "_memo", "_pool", "_completions"):
         monkeypatch.setattr(run.engine, name, Untouched())
-    for name in ("_loader", "_saver", "platform", "_load_lane", "_save_lane", "kernels"):
+    for name in ("_saver", "platform", "_load_lane", "_save_lane", "kernels"):
         monkeypatch.setattr(run.engine.connector, name, Untouched())
     run.steps.begin([], [])
     assert run.steps.start_load_kv() == []
@@ -610,7 +610,7 @@ def test_a_step_with_nothing_to_move_uses_neither_device_nor_tiers_nor_hashes(
 def test_a_prompt_that_is_not_cached_uses_nothing_of_the_device(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_loader", "_load_lane", "kernels"):
+    for name in ("platform", "_load_lane", "kernels"):
         monkeypatch.setattr(run.engine.connector, name, Untouched())
     run.steps.begin([Request(FRESH, INTO)], [])
     assert run.steps.start_load_kv() == [0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -76,7 +76,7 @@ class BufferConnector(PagedConnector):
         turn = None if shift is None else self._turn(load.plan, shift, moved)
         places = send_places(load.plan, rows_of)
         return BufferedLoad(
-            load.loader,
+            load.lane,
             load.plan,
             load.arrived,
             load.fetched,
@@ -95,7 +95,7 @@ class BufferConnector(PagedConnector):
         if layer >= len(load.buffers):
             self.wait_layer(load, layer - len(load.buffers))
             self._wait_for_buffer(load)
-        load.loader.queue(load, layer, target, pages, partial(self._fill, load.places, load.turn))
+        self._queue_load(load, layer, target, pages)
         load.filled.append((load.plan, load.places))
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
@@ -156,15 +156,16 @@ class BufferConnector(PagedConnector):
         turn = partial(self.kernels.scatter_rotated, buffer, lane.buffers[0].memory, self._no_rows())
         self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
 
+    def _writing(
+        self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice
+    ) -> Callable[[], object]:
+        load = as_buffered(load)
+        assert load.places is not None, "a slice has rows, so there are places"
+        return partial(self._fill, load.places, load.turn, target, staging, part)
+
     def _fill(
-        self,
-        places: torch.Tensor | None,
-        turn: Turn | None,
-        target: PagedLayer,
-        staging: torch.Tensor,
-        part: Slice,
+        self, places: torch.Tensor, turn: Turn | None, target: PagedLayer, staging: torch.Tensor, part: Slice
     ) -> None:
-        assert places is not None, "a slice has rows, so there are places"
         place = places[part.first_row : part.last_row]
         rows = Rows(place, part.rows.k_rows, part.rows.v_rows)
         if turn is None:
@@ -180,7 +181,7 @@ class BufferConnector(PagedConnector):
 
     def _wait_for_buffer(self, load: BufferedLoad) -> None:
         if load.user is not None:
-            load.loader.write_behind(load.user)
+            self.platform.wait_stream(load.lane.kernels, load.user)
 
     def _new_buffers(self, num_rows: int) -> list[PagedLayer]:
         with self.platform.use_stream(self._load_lane.kernels):

@@ -42,14 +42,11 @@ class Lane:
         self._filler, self._emptier = (
             (self.copies, self.kernels) if filler == "copies" else (self.kernels, self.copies)
         )
-        self.buffer_bytes = buffer_bytes
-        self.buffers = [self._new_buffer(device) for _ in range(num_buffers)]
+        self.buffers = [self._new_buffer(device, buffer_bytes) for _ in range(num_buffers)]
+        # Of loads that have ended, for the next ones.
+        self.spare_events: list[Event] = []
         self._turn = 0
         self._wait_for_allocator(device)
-
-    @property
-    def num_buffers(self) -> int:
-        return len(self.buffers)
 
     def next_to_fill(self) -> StagingBuffer:
         """The buffer whose turn it is; the filling stream has been made to wait until it is empty.
@@ -69,7 +66,7 @@ class Lane:
 
     def pass_on(self, buffer: StagingBuffer) -> None:
         """Let the emptying stream go on once the buffer, which was marked, is full."""
-        self._wait_filled(buffer)
+        self._platform.wait_event(self._emptier, buffer.filled)
 
     def take_back(self, buffer: StagingBuffer) -> None:
         """Mark the buffer as empty once all that the emptying stream holds now is done."""
@@ -88,10 +85,7 @@ class Lane:
     def _wait_emptied(self, buffer: StagingBuffer) -> None:
         self._platform.wait_event(self._filler, buffer.emptied)
 
-    def _wait_filled(self, buffer: StagingBuffer) -> None:
-        self._platform.wait_event(self._emptier, buffer.filled)
-
-    def _new_buffer(self, device: torch.device) -> StagingBuffer:
-        memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
+    def _new_buffer(self, device: torch.device, num_bytes: int) -> StagingBuffer:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         # The host may wait for what empties it.
         return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event(blocking=True))

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from lwkv.config import Config
-from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
-from lwkv.connectors.plan import Cut, FullRows, Plan, Slice, page_shape
+from lwkv.connectors.plan import Cut, FullRows, Plan, page_shape
 from lwkv.connectors.saver import Save, Saver
 from lwkv.connectors.upload import Table, Uploads
 from lwkv.errors import ConfigError
-from lwkv.kernels import Kernels, Rows, choose_kernels
+from lwkv.kernels import Rows, choose_kernels
 from lwkv.layout import KVSpec
-from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
@@ -29,7 +25,7 @@ from lwkv.transfer import Transfer
 STAGING_ALIGNMENT = 512
 
 
-class PagedConnector(Caches):
+class PagedConnector(Loader):
     """Moves layers between host pages and the engine's paged cache.
 
     `register` comes first, then `start`; both are for the engine's start, not for a request. One thread at a
@@ -71,10 +67,10 @@ class PagedConnector(Caches):
         buffers, buffer_bytes = self._config.staging_buffers, self._buffer_bytes()
         self._cut = self._make_cut(buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
-        self.kernels: Kernels = choose_kernels(self.platform)
+        self.kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
         self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="kernels")
-        self._loader = Loader(self.platform, self.device, self._load_lane, timeline)
+        self._timeline = timeline
         self._saver = Saver(self.platform, self.device, self._save_lane, self.kernels, timeline)
         self._pool = pool
         self._compile()
@@ -88,39 +84,17 @@ class PagedConnector(Caches):
         self._running = False
         self._load_lane.finish()
         self._save_lane.finish()
-        del self._loader, self._saver, self._load_lane, self._save_lane, self._spare, self._cut, self._pool
+        del self._saver, self._load_lane, self._save_lane, self._spare, self._cut, self._pool
 
     def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> Load:
         """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now.
 
         Give the pages, int64 (layers, chunks), where all are known: the first copies are then queued at once.
         """
-        plan = self._plan(transfer, self._load_lane)
-        return self._loader.begin(plan, self.layers, pages)
-
-    def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
-        """Queue one layer: pages are int64 (chunks,), in use until `end_load` has returned."""
-        load.loader.queue(load, layer, self.layers[layer], pages, self._write)
-
-    def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
-        """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
-        load.plan = load.plan.only(kept)
-
-    def wait_layer(self, load: Load, layer: int) -> None:
-        """Make the current stream wait for a layer that has been queued."""
-        load.loader.wait(load, layer)
-
-    def leave_load(self, load: Load) -> None:
-        """Queue nothing more of a batch: what comes next may write to its blocks.
-
-        That is the work of the stream which was current in the batch's last step, and of the current one.
-        Takes no lock: a finalizer may call it on any thread.
-        """
-        load.loader.leave(load)
-
-    def end_load(self, load: Load) -> None:
-        """Block until the host pages of a batch that was left are no longer read."""
-        load.loader.end(load)
+        lane = self._load_lane
+        load = Load(lane, self._plan(transfer, lane), [None] * self.num_layers)
+        self._begin_load(load, pages)
+        return load
 
     def begin_save(self, transfer: Transfer, pages: Int64s) -> Save:
         """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT.
@@ -177,6 +151,3 @@ class PagedConnector(Caches):
     def _plan(self, transfer: Transfer, lane: Lane) -> Plan:
         uploads = Uploads(self.platform, self.device, lane.kernels, self._spare)
         return Plan(transfer, uploads, self._pool, self._cut)
-
-    def _write(self, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
-        self.kernels.scatter(target, staging, part.rows)

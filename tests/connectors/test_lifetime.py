@@ -91,7 +91,7 @@ def test_without_use_gpu_staging_is_a_page_a_buffer_and_loads_are_the_same(oracl
             config, oracle.metadata, oracle.kvcaches, "vllm", {"block_size": 4}, oracle.platform
         ) as engine:
             connector: Any = engine.connector
-            sizes.append(connector._load_lane.buffer_bytes)
+            sizes.append(len(connector._load_lane.buffers[0].memory))
             store(oracle, engine)
             mask = engine.retrieve(TOKENS, slot_mapping=THERE)
             assert int(mask.sum()) == 16
