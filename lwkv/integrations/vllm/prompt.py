@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import shake_128
 from typing import Any
 
@@ -56,5 +55,6 @@ def wants_hits(request: Any) -> bool:
 
 
 def _stand_ins(identifier: str, length: int) -> Int64s:
-    words: Sequence[int] | Any = np.frombuffer(shake_128(identifier.encode()).digest(8 * length), "<u8")
-    return ((words >> np.uint64(2)) | np.uint64(_MEDIA_BIT)).astype(np.int64)
+    words = np.frombuffer(shake_128(identifier.encode()).digest(8 * length), "<i8")
+    ids: Int64s = (words & (_MEDIA_BIT - 1)) | _MEDIA_BIT
+    return ids

@@ -79,7 +79,7 @@ class SchedulerSide:
         return max(0, self._follow(request).hit(self.index, self._block_size) - num_local)
 
     def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
-        """A request has got its blocks and is in this step, for which `num_loaded` tokens are to be loaded."""
+        """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it."""
         if is_cacheable(request):
             tracked = self._follow(request)
             tracked.blocks, tracked.to_load = list(blocks), num_loaded

@@ -44,8 +44,8 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
         )
     if config.save_unfull_chunk and config.save_decode_cache:
         raise ConfigError(
-            "save_unfull_chunk and save_decode_cache: a rest would be stored anew with every token; set one of "
-            "them to false"
+            "save_unfull_chunk and save_decode_cache: a rest would be stored anew with every token; "
+            "set one of them to false"
         )
     return Settings(config, str(policy))
 

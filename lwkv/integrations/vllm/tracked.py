@@ -104,7 +104,7 @@ class Tracked:
         return int(ends[np.searchsorted(ends, end)])
 
     def _lacks(self, num_tokens: int) -> bool:
-        """Whether the keys at hand are not those of `num_tokens` tokens; a rest's key is for just its tokens."""
+        """Whether there are no keys for `num_tokens` tokens yet; the key of a rest is for just its tokens."""
         return len(self._ids) != num_tokens if self.chunking.partial else len(self._ids) < num_tokens
 
     def _ends(self, num_tokens: int) -> Int64s:
