@@ -37,8 +37,9 @@ class Lane:
     ) -> None:
         self._platform = platform
         self.copies = platform.new_stream(device)
-        # Kernels are short and whole layers wait for them: they go before the model's.
-        self.kernels = platform.new_stream(device, high_priority=True)
+        # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
+        # waits: they fill the gaps that the model's leave.
+        self.kernels = platform.new_stream(device, high_priority=filler == "copies")
         self._filler, self._emptier = (
             (self.copies, self.kernels) if filler == "copies" else (self.kernels, self.copies)
         )

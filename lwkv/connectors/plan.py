@@ -56,6 +56,12 @@ class FullRows:
         k_rows = torch.from_numpy((starts + np.arange(shape.rows)).reshape(-1)).to(device)
         return cls(k_rows, k_rows + shape.rows)
 
+    def first(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables of the first rows: as they are where that is all, since cutting takes a while."""
+        if num_rows == self.k_rows.shape[0]:
+            return self.k_rows, self.v_rows
+        return self.k_rows[:num_rows], self.v_rows[:num_rows]
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -131,11 +137,10 @@ class Plan:
             return []
         on_device, full = self.uploads.send(torch.from_numpy(slots)), self._cut.full_rows[shape]
         step = self._cut.chunks_per_slice * shape.rows
+        if len(slots) <= step:
+            return [Slice(0, len(slots), Rows(on_device, *full.first(len(slots))))]
         bounds = [*range(0, len(slots), step), len(slots)]
-        return [
-            Slice(a, b, Rows(on_device[a:b], full.k_rows[: b - a], full.v_rows[: b - a]))
-            for a, b in pairwise(bounds)
-        ]
+        return [Slice(a, b, Rows(on_device[a:b], *full.first(b - a))) for a, b in pairwise(bounds)]
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         numbers, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage.host import Chunk
@@ -31,8 +33,8 @@ class Write:
 
     def commit(self) -> None:
         """Make the chunks visible; every page must hold its bytes by now, host-side."""
-        chunks = [Chunk(self.pages[:, i].copy(), count) for i, count in enumerate(self.num_tokens)]
-        self.put(self.keys, chunks)
+        by_chunk = np.ascontiguousarray(self.pages.T)
+        self.put(self.keys, [Chunk(*chunk) for chunk in zip(by_chunk, self.num_tokens, strict=True)])
 
     def give_up(self) -> None:
         """Let others write the same chunks from here on; `abort` is still to come. Takes no lock."""
