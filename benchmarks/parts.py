@@ -13,6 +13,7 @@ from lwkv.benchmarks.kernels import measure_kernels
 from lwkv.benchmarks.moves import measure_moves
 from lwkv.benchmarks.overlap import measure_overlaps
 from lwkv.benchmarks.peers import measure_peers
+from lwkv.benchmarks.profile import measure_profile
 from lwkv.benchmarks.recorded import record_prefill
 from lwkv.benchmarks.store_cost import measure_store_cost
 from lwkv.benchmarks.sweep import measure_sweep
@@ -38,6 +39,7 @@ PARTS = {
     "store": Part("What storing adds to a prefill", measure_store_cost),
     "interference": Part("The model's kernels beside a transfer", measure_interference, on_host=False),
     "host": Part("Host time", measure_host),
+    "profile": Part("What is not the link", measure_profile),
     "kernels": Part("Kernels alone", measure_kernels),
     "sweep": Part("Chunk sizes, layouts, batches", measure_sweep),
     "pipeline": Part("The pipeline alone", measure_throttled),

@@ -14,6 +14,7 @@ from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.moves import measure_moves
 from lwkv.benchmarks.overlap import measure_overlaps
 from lwkv.benchmarks.parts import PARTS, PEERS, choose_parts
+from lwkv.benchmarks.profile import measure_profile
 from lwkv.benchmarks.recorded import record_prefill
 from lwkv.benchmarks.result import Result
 from lwkv.benchmarks.sweep import measure_sweep
@@ -157,3 +158,11 @@ def test_an_unknown_part_is_told_with_those_there_are(platform: Platform) -> Non
 def test_sizes_that_do_not_fit_are_refused(bench: Bench, change: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         replace(bench, **change)
+
+
+def test_the_profile_shows_what_the_host_does_before_the_first_page(bench: Bench) -> None:
+    load, save = measure_profile(bench).profiles
+    assert (load.name, save.name) == ("load", "save")
+    for profile, step in ((load, "retrieval: open"), (save, "storing: open")):
+        shares = {function.name: function.share for function in profile.functions}
+        assert 0 < shares[step] <= max(shares.values()) == 1
