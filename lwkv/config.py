@@ -30,6 +30,7 @@ from lwkv.options import (
     RemoteURL,
     Seconds,
     Separator,
+    WritePolicy,
 )
 
 _GIB = 1 << 30
@@ -50,11 +51,19 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX)
 
     chunk_size: Count = Field(256, description="Tokens of a chunk, the unit of hashing, lookup and eviction.")
-    local_cpu: Flag = Field(True, description="Keep pages in host memory.")
-    max_local_cpu_size: GiB = Field(5.0, description="Most host memory for pages.")
+    local_cpu: Flag = Field(
+        True,
+        description="Keep pages in host memory; false: they pass through it, to and from lower tiers.",
+    )
+    max_local_cpu_size: GiB = Field(5.0, description="Most host memory for pages, kept or passing through.")
     local_disk: DiskPath = Field(None, description="Folder of the disk tier; null for none.")
     max_local_disk_size: GiB = Field(0.0, description="Most disk space for pages; needed with local_disk.")
     remote_url: RemoteURL = Field(None, description="Server of the remote tier; null for none.")
+    write_policy: WritePolicy = Field(
+        "write_through",
+        description="When lower tiers get a chunk: write_through at once, write_back when half of host "
+        "memory is full of chunks that they lack, and at flush and close.",
+    )
     use_layerwise: Flag = Field(False, description="Load and save layer by layer while the model computes.")
     enable_blending: Flag = Field(
         False, description="Reuse chunks that are not a prefix, and recompute a few of their tokens."

@@ -58,11 +58,12 @@ def _staging(config: Config) -> Iterator[Conflict]:
 
 
 def _tiers(config: Config) -> Iterator[Conflict]:
-    if config.local_cpu and config.max_host_bytes == 0:
-        yield (
-            ("local_cpu", "max_local_cpu_size"),
-            "give host memory a size above 0, or set local_cpu to false",
-        )
+    if config.max_host_bytes == 0:
+        advice = "pages are in host memory, if only on their way; give it a size above 0"
+        yield ("local_cpu", "max_local_cpu_size"), advice
+    if config.write_policy == "write_back" and not config.local_cpu:
+        advice = "what host memory does not keep is written at once; set write_policy to write_through"
+        yield ("write_policy", "local_cpu"), advice
     if config.local_disk and config.max_disk_bytes == 0:
         yield ("local_disk", "max_local_disk_size"), "give the disk tier a size above 0"
     if not (config.local_cpu or config.local_disk or config.remote_url):

@@ -11,7 +11,7 @@ USED = "used"
 NO_EFFECT = "no effect yet"
 
 STATUS = {
-    "local_cpu": "must be on: every chunk is in host memory, lower tiers or not",
+    "write_policy": "used by tiers below host memory",
     "enable_blending": "chooses the buffer connector; no blending yet",
     "blend_recompute_ratios": NO_EFFECT,
     "blend_check_layers": NO_EFFECT,

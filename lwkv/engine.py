@@ -18,7 +18,7 @@ from lwkv.config_status import without_effect
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
-from lwkv.errors import ClosedError, ConfigError
+from lwkv.errors import ClosedError
 from lwkv.key_memo import KeyMemo
 from lwkv.keys import as_token_ids, make_namespace
 from lwkv.log_level import follow_log_level
@@ -68,7 +68,6 @@ class CacheEngine:
         timeline: Timeline | None = None,
     ) -> None:
         follow_log_level()
-        _refuse_without_host(config)
         self.config = config
         self.connector = connector
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
@@ -96,6 +95,8 @@ class CacheEngine:
             config.load_timeout_s,
             self._counters,
             use_device=use_device,
+            keep_in_host=config.local_cpu,
+            write_back=config.write_policy == "write_back",
         )
         self.load_settings = LoadSettings(
             config.lookahead_layers, config.prefetch_layers, config.load_timeout_s
@@ -240,16 +241,23 @@ class CacheEngine:
         return self._completions.wait_idle(timeout_s) and self._storage.wait_idle(deadline - time.monotonic())
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start, and what is held now; at rest pins and writes_in_flight are 0."""
-        return self._counters.totals() | {
-            "chunks": len(self._storage.host),
-            "chunks_evicted": self._storage.host.evicted,
-            "pins": self._storage.host.pins,
-            "writes_in_flight": self._storage.writes_in_flight,
-            "pages": self._pool.num_pages,
-            "pages_in_use": self._pool.pages_in_use,
-            "page_references": self._pool.references,
-        }
+        """Totals since the start, and what is held now; at rest pins and writes_in_flight are 0.
+
+        Names that begin with a tier's name, "host" first, tell of that tier: see lwkv.storage.meter.
+        """
+        return (
+            self._counters.totals()
+            | self._storage.totals()
+            | {
+                "chunks": len(self._storage.host),
+                "chunks_evicted": self._storage.host.evicted,
+                "pins": self._storage.host.pins,
+                "writes_in_flight": self._storage.writes_in_flight,
+                "pages": self._pool.num_pages,
+                "pages_in_use": self._pool.pages_in_use,
+                "page_references": self._pool.references,
+            }
+        )
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Wait for what is in flight and give everything back; idempotent.
@@ -306,12 +314,4 @@ class CacheEngine:
             f"lwkv moves KV {mode}: platform {self.connector.platform.name}, "
             f"{self.connector.name} connector, {self.connector.kernels.name} kernels, "
             f"{self.num_layers} layers, at most {self._pool.max_pages} pages of {self.connector.page_bytes} B"
-        )
-
-
-def _refuse_without_host(config: Config) -> None:
-    if not config.local_cpu:
-        raise ConfigError(
-            "local_cpu is false, but this version keeps every chunk in host memory: set it to true, and "
-            "max_local_cpu_size to what it may take"
         )

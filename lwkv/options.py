@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -115,6 +115,9 @@ RemoteURL = Annotated[
     _Text | None,
     BeforeValidator(_remote_url),
     Allowed("text", "null, or a URL with its scheme such as redis://host:6379"),
+]
+WritePolicy = Annotated[
+    Literal["write_through", "write_back"], Allowed("text", "write_through or write_back")
 ]
 CheckLayers = Annotated[
     _Layers | None,

@@ -145,6 +145,8 @@ def test_text_of_the_environment_that_is_no_such_number_is_refused(
         ("local_disk", " "),
         ("local_disk", "file://"),
         ("local_disk", "s3://bucket"),
+        ("write_policy", "write_around"),
+        ("write_policy", None),
         ("remote_url", "host:6379"),
         ("remote_url", "redis://"),
         ("remote_url", "redis://a b"),
@@ -444,6 +446,10 @@ def test_extra_config_is_read_from_every_source(
         ),
         ({"local_disk": "/a"}, ["local_disk='/a' (argument)", "max_local_disk_size=0.0 (default)"]),
         ({"max_local_cpu_size": 0}, ["local_cpu=True (default)", "max_local_cpu_size=0.0 (argument)"]),
+        (
+            {"write_policy": "write_back", "local_cpu": False, "remote_url": "redis://h:1"},
+            ["write_policy='write_back' (argument)", "local_cpu=False (argument)", "write_through"],
+        ),
         ({"local_cpu": False}, ["local_cpu=False (argument)", "local_disk=None", "remote_url=None"]),
         (
             {"extra_config": {"reserve_gib": 6}},
@@ -501,7 +507,7 @@ def test_settings_of_a_blending_file_that_have_no_effect_yet_are_known(
 def test_help_shows_every_setting_in_a_readable_line() -> None:
     text = pydoc.render_doc(Config, renderer=pydoc.plaintext)
     assert "Config(*, chunk_size=256, local_cpu=True" in text
-    assert "    max_local_cpu_size (number of GiB, 5.0): Most host memory for pages." in text
+    assert "    max_local_cpu_size (number of GiB, 5.0): Most host memory for pages, kept or" in text
     assert all(f"    {key} (" in text for key in Config.model_fields)
     assert "BeforeValidator" not in text.split("Method resolution order")[0]
 

@@ -970,13 +970,6 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("tiers", [[], [MemoryTier()]], ids=["no tier", "a tier"])
-def test_no_lower_tier_replaces_host_memory(oracle: Oracle, tiers: list[MemoryTier]) -> None:
-    config = Config(chunk_size=CHUNK, local_cpu=False, remote_url="redis://host:1")
-    with pytest.raises(ConfigError, match="local_cpu is false, but this version"):
-        create(oracle, config, tiers=tiers)
-
-
 def test_settings_without_effect_are_named_at_the_start(
     oracle: Oracle, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,25 +6,30 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
+import torch
 
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.leaving import waitable
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
+from lwkv.rarely import Rarely
 from lwkv.storage.calls import Calls
 from lwkv.storage.host import Chunk
+from lwkv.storage.meter import Meter
 from lwkv.storage.missing import Missing
-from lwkv.storage.tier import Status, Tier
+from lwkv.storage.tier import Gauged, Status, Tier
 
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4
 NUM_WRITERS = 2
 CLOSING_S = 0.5
+Transfer = Callable[[Sequence[LayerKey], Sequence[torch.Tensor], float], Sequence[Status]]
 FILLED = 0
 
 
@@ -41,6 +46,9 @@ class Guard:
         self._pool = pool
         self._timeout_s = timeout_s
         self._counters = counters
+        self._rarely = Rarely(log, clock)
+        self.name = tier.name
+        self.meter = Meter()
         self._reads = Calls(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
         self._writes = Calls(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
         self._end = Calls(tier.name, "close", 1, timeout_s, counters, clock)
@@ -68,6 +76,11 @@ class Guard:
         """Start to copy a complete chunk; its pages must not change until the future is done."""
         return self._writes.submit(partial(self._put, key, chunk))
 
+    def totals(self) -> dict[str, int]:
+        """What was asked and answered since the start, and what there is now; see Meter."""
+        resting = not (self._reads.is_answering() and self._writes.is_answering())
+        return self.meter.totals() | gauges_of(self._tier) | {"resting": int(resting)}
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
@@ -93,8 +106,7 @@ class Guard:
 
     def _get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Int64s:
         buffers = [self._pool.page(page) for page in pages.tolist()]
-        layer_keys = [LayerKey(key, layer) for key in keys]
-        return self._outcomes("get", self._tier.get(layer_keys, buffers, self._timeout_s), len(keys))
+        return self._call("get", self._tier.get, [LayerKey(key, layer) for key in keys], buffers)
 
     def _put(self, key: ChunkKey, chunk: Chunk) -> None:
         # Layer 0 is the commit record: last, and only where all other layers are there.
@@ -106,8 +118,16 @@ class Guard:
             return True
         layer_keys = [LayerKey(key, layer) for layer in layers]
         buffers = [self._pool.page(int(chunk.pages[layer])) for layer in layers]
-        ends = self._outcomes("put", self._tier.put(layer_keys, buffers, self._timeout_s), len(layers))
-        return bool((ends == FILLED).all())
+        return bool((self._call("put", self._tier.put, layer_keys, buffers) == FILLED).all())
+
+    def _call(
+        self, kind: str, call: Transfer, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]
+    ) -> Int64s:
+        start = time.monotonic()
+        outcomes = self._outcomes(kind, call(keys, pages, self._timeout_s), len(keys))
+        num_bytes = int((outcomes == FILLED).sum()) * self._pool.page_bytes
+        self.meter.note_call(kind, time.monotonic() - start, num_bytes)
+        return outcomes
 
     def _outcomes(self, call: str, statuses: Sequence[Status], expected: int) -> Int64s:
         _check_length(call, statuses, expected)
@@ -117,7 +137,7 @@ class Guard:
             if count:
                 self._counters.add(f"{self._tier.name}_{call}_{ending.value}", count)
         if missed or wrong:
-            log.warning(
+            self._rarely.warn(
                 "tier %s: %s of %d pages: %d missing, %d failed",
                 self._tier.name,
                 call,
@@ -126,6 +146,14 @@ class Guard:
                 wrong,
             )
         return outcomes
+
+
+def gauges_of(tier: Tier) -> dict[str, int]:
+    """What a tier tells of itself, if it does; nothing where it cannot be told now."""
+    if isinstance(tier, Gauged):
+        with suppress(OSError, RuntimeError):
+            return tier.gauges()
+    return {}
 
 
 def _outcome(status: object) -> int:

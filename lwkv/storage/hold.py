@@ -48,7 +48,7 @@ class Hold:
     found: Sequence[Found]
     num_layers: int
     unpin: Callable[[Sequence[Chunk]], None]
-    promote: Callable[[Sequence[ChunkKey], Sequence[Chunk]], None]
+    promote: Callable[[Sequence[Found], Sequence[Chunk]], None]
     give_back: Callable[[Int64s], None]
     fetched: Int64s = field(init=False)
     in_host: npt.NDArray[np.bool_] = field(init=False)
@@ -95,7 +95,7 @@ class Hold:
         complete = (self.fetched >= 0).all(axis=0)
         positions = np.flatnonzero(complete & ~self.in_host).tolist()
         self.promote(
-            [self.found[i].key for i in positions],
+            [self.found[i] for i in positions],
             [Chunk(self.fetched[:, i].copy(), self.found[i].num_tokens) for i in positions],
         )
         rest = self.fetched[:, ~complete]

@@ -7,9 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
-from itertools import product
 
 import numpy as np
 
@@ -21,11 +19,15 @@ from lwkv.rarely import Rarely
 from lwkv.storage.guard import Guard
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host import Chunk, HostTier
+from lwkv.storage.lower import LowerTiers
+from lwkv.storage.meter import Meter
 from lwkv.storage.tier import Tier
 from lwkv.storage.write import Write
 from lwkv.workers import Workers
 
 log = logging.getLogger(__name__)
+
+HOST = "host"
 
 
 class StorageManager:
@@ -39,6 +41,8 @@ class StorageManager:
         counters: where errors and refusals are counted.
         clock: seconds; when a tier is late, how long it rests, and when a line is logged again.
         use_device: called by the thread that page-locks memory, before all else.
+        keep_in_host: False where pages only pass through host memory, to and from lower tiers.
+        write_back: when lower tiers get chunks, see LowerTiers.
     """
 
     def __init__(
@@ -50,13 +54,18 @@ class StorageManager:
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
         use_device: Callable[[], object] | None = None,
+        keep_in_host: bool = True,
+        write_back: bool = False,
     ) -> None:
         self.host = HostTier(pool)
         self.frozen = False
         self._pool = pool
         self._num_layers = num_layers
         self._counters = counters or Counters()
-        self._tiers = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
+        guards = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
+        self.lower = LowerTiers(guards, pool, write_back)
+        self._keep_in_host = keep_in_host
+        self._meter = Meter()
         self._growth = Workers("growth", 1, use_device)
         self._writing: set[ChunkKey] = set()
         self._lock = threading.Lock()
@@ -77,16 +86,17 @@ class StorageManager:
     def lookup(self, keys: Sequence[ChunkKey]) -> int:
         """Count the leading chunks that some tier has."""
         in_host = self.host.contains(keys)
-        lower = self._lower_tiers(keys, in_host)
+        lower = self.lower.find(keys, in_host)
         return _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
 
     def hold(self, keys: Sequence[ChunkKey], tokens: Sequence[int]) -> Hold:
         """Pin the longest cached prefix of `keys`, chunks of `tokens[i]` tokens, until `Hold.release`."""
         pinned = self.host.pin(keys)
-        lower = self._lower_tiers(keys, [chunk is not None for chunk in pinned])
+        lower = self.lower.find(keys, [chunk is not None for chunk in pinned])
         found = [Found(*item) for item in zip(keys, tokens, pinned, lower, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
+        self._note_found(found, length)
         return Hold(found[:length], self._num_layers, self.host.unpin, self._promote, self._pool.release)
 
     def layerwise_batched_get(self, hold: Hold, layers: Iterable[int]) -> list[Future[LayerPages]]:
@@ -125,15 +135,15 @@ class StorageManager:
         )
 
     def batched_put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
-        """Make complete chunks visible and start copying them to the lower tiers; takes over their pages.
+        """Make complete chunks visible and have the lower tiers get them; takes over their pages.
 
         They are visible even if a tier raises, which is passed on.
         """
         try:
-            for tier, (key, chunk) in product(self._tiers, zip(keys, chunks, strict=True)):
-                self._write_through(tier, key, chunk)
+            for key, chunk in zip(keys, chunks, strict=True):
+                self.lower.keep(self.lower.guards, key, chunk)
         finally:
-            self.host.insert(keys, chunks)
+            self._insert(keys, chunks)
             self._unclaim(keys)
         self._grow_ahead(sum(len(chunk.pages) for chunk in chunks))
 
@@ -145,9 +155,23 @@ class StorageManager:
         return pages
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Block until lower tiers have what they were given; False if that took longer than `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        return all(tier.wait_idle(deadline - time.monotonic()) for tier in self._tiers)
+        """Block until lower tiers have all chunks; False if that took longer than `timeout_s` seconds."""
+        self.lower.settle()
+        return self.lower.wait_idle(timeout_s)
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of all tiers, host memory first."""
+        return [HOST, *(guard.name for guard in self.lower.guards)]
+
+    def totals(self) -> dict[str, int]:
+        """What was asked of each tier and how it answered, each number under the tier's name and its own."""
+        totals = [self._meter.totals(), *(guard.totals() for guard in self.lower.guards)]
+        return {
+            f"{tier}_{name}": number
+            for tier, numbers in zip(self.tier_names, totals, strict=True)
+            for name, number in numbers.items()
+        }
 
     def close(self, timeout_s: float) -> bool:
         """End the background work and drop every chunk that is not pinned; `timeout_s` is for all tiers.
@@ -155,12 +179,12 @@ class StorageManager:
         False if some of it did not end in time; another call waits for that.
         """
         deadline = time.monotonic() + timeout_s
-        ended = [tier.close(deadline - time.monotonic()) for tier in self._tiers]
+        ended = self.lower.close(timeout_s)
         grown = self._growth.close(deadline - time.monotonic())
         if not grown:
             log.warning("host memory was still being page-locked at the end of close")
         self.host.close()
-        return grown and all(ended)
+        return grown and ended
 
     def _pages_beside(self, keys: Sequence[ChunkKey], num_chunks: int) -> Int64s:
         """Pages for up to `num_chunks` chunks, int64 (layers, chunks), none of them taken from `keys`."""
@@ -182,6 +206,7 @@ class StorageManager:
         return np.zeros(0, np.int64)
 
     def _refuse(self, keys: Sequence[ChunkKey]) -> None:
+        self.lower.settle()  # what is evicted next must have been written
         self._unclaim(keys)
         self._counters.add("stores_refused")
         self._counters.add("chunks_refused", len(keys))
@@ -203,28 +228,34 @@ class StorageManager:
                 fetch.watch(tier.get(keys, layer, pages), positions, pages)
         return fetch.future
 
-    def _write_through(self, tier: Guard, key: ChunkKey, chunk: Chunk) -> None:
-        self._pool.share(chunk.pages)
-        with ExitStack() as undo:
-            undo.callback(self._pool.release, chunk.pages)
-            put = tier.put(key, chunk)
-            undo.pop_all()
-        put.add_done_callback(lambda _: self._pool.release(chunk.pages))
-
-    def _lower_tiers(self, keys: Sequence[ChunkKey], in_host: Sequence[bool]) -> list[Guard | None]:
-        found: list[Guard | None] = [None] * len(keys)
-        for tier in self._tiers:
-            rest = [i for i, known in enumerate(in_host) if not known and found[i] is None]
-            for i, there in zip(rest, tier.contains([keys[i] for i in rest]), strict=True):
-                found[i] = tier if there else None
-        return found
-
-    def _promote(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+    def _promote(self, found: Sequence[Found], chunks: Sequence[Chunk]) -> None:
         if self.frozen:
             for chunk in chunks:
                 self._pool.release(chunk.pages)
-        else:
+            return
+        try:
+            for item, chunk in zip(found, chunks, strict=True):
+                self.lower.keep(self.lower.nearer_than(item.tier), item.key, chunk)
+        finally:
+            self._insert([item.key for item in found], chunks)
+
+    def _insert(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        if self._keep_in_host:
             self.host.insert(keys, chunks)
+        else:
+            for chunk in chunks:
+                self._pool.release(chunk.pages)
+
+    def _note_found(self, found: Sequence[Found], length: int) -> None:
+        """Count hits, and misses of each tier that was asked for what comes at the end of the prefix."""
+        held = found[:length]
+        in_host = sum(item.chunk is not None for item in held)
+        self._meter.note_found(in_host, len(found) - in_host)
+        asked = len(found) - in_host
+        for guard in self.lower.guards:
+            hits = sum(item.tier is guard for item in held)
+            guard.meter.note_found(hits, asked - hits)
+            asked -= hits
 
     def _claim(self, keys: Sequence[ChunkKey]) -> list[int]:
         if self.frozen:

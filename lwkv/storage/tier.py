@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -55,6 +55,14 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give everything back; calls after that raise or return no OK. No other call is under way."""
+
+
+@runtime_checkable
+class Gauged(Protocol):
+    """What a tier may offer beyond Tier."""
+
+    def gauges(self) -> dict[str, int]:
+        """What there is now, by name, for metrics; never waits. May raise OSError or RuntimeError."""
 
 
 @dataclass(frozen=True)

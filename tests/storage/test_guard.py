@@ -197,7 +197,7 @@ def test_a_tier_that_cannot_keep_up_with_writes_does_not_fill_host_memory(
     assert hung.entered.wait(LONG_S)
     assert rig.begin(8) is None, "all of them wait to be written"
     rig.clock.now += LONG_S
-    rig.manager._tiers[0]._writes.is_answering()
+    rig.manager.lower.guards[0]._writes.is_answering()
     assert rig.pool.references <= (8 + NUM_WRITERS) * NUM_LAYERS
     rig.commit(8, 9, 10)
     assert rig.lookup(8, 9, 10) == 3

@@ -461,7 +461,7 @@ def test_a_tier_that_cannot_be_given_chunks_leaves_them_visible_and_nothing_held
         raise KeyError("the guard itself fails, says the test")
 
     with monkeypatch.context() as refused:
-        refused.setattr(rig.manager._tiers[broken], "put", refuse)
+        refused.setattr(rig.manager.lower.guards[broken], "put", refuse)
         write = rig.begin(1, 2)
         assert write is not None
         with pytest.raises(KeyError):
