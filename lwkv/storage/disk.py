@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -80,6 +81,7 @@ class DiskTier:
             )
             for start in starts
         ]
+        wait(parts)  # all of them: where one failed, another may still be filling its pages
         return [status for part in parts for status in part.result()]
 
     def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
