@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lwkv.benchmarks.bench import Bench
+from lwkv.benchmarks.blend import measure_blend
 from lwkv.benchmarks.findings import Findings
 from lwkv.benchmarks.host import measure_host
 from lwkv.benchmarks.interference import measure_interference
@@ -43,6 +44,7 @@ PARTS = {
     "kernels": Part("Kernels alone", measure_kernels),
     "sweep": Part("Chunk sizes, layouts, batches", measure_sweep),
     "pipeline": Part("The pipeline alone", measure_throttled),
+    "blend": Part("Blending", measure_blend),
     "timeline": Part("One overlapped prefill", record_prefill),
     PEERS: Part("LMCache in the same process", measure_peers, on_host=False),
 }

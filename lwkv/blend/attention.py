@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from lwkv.platforms import Platform
 
 # q (n, heads, size), k and v (N, kv heads, size), positions int64 (n,) ascending: same shape as q.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -23,10 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
 
     Returns: (n, heads, size).
     """
-    if len(q) == 1:
-        mask = None if len(k) == 1 else _mask(positions, len(k))
-    else:
-        mask = None if len(q) == len(k) else _mask(positions, len(k))
+    mask = None if len(q) == len(k) else _mask(positions, len(k))
     out = scaled_dot_product_attention(
         _heads_first(q),
         _heads_first(k),
@@ -36,6 +36,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out[0].transpose(0, 1)
+
+
+def choose_attend(platform: Platform) -> Attend:
+    """Give Triton's kernel where the platform's features have Triton, torch's own elsewhere."""
+    if not platform.features.triton:
+        return attend
+    from lwkv.blend import triton_attention
+
+    return partial(_attend_by, triton_attention.attend)
+
+
+def _attend_by(kernel: Attend, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    # Where no row is left out, torch has the faster ones.
+    other = len(q) == len(k) or q.dtype == torch.float64
+    return (attend if other else kernel)(q, k, v, positions)
 
 
 def attention_paid(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lwkv.blend.forward import BlendPass, LayerHook, no_hook
@@ -85,6 +86,7 @@ class Blender:
         self._connector.set_rope(model.rope)
         self._rows = PagedRows(self._connector)
         self._counters = engine.parts().counters
+        self._compile()
 
     def missing(self, request: BlendRequest) -> list[Segment]:
         """The segments of a prompt that are not wholly cached."""
@@ -159,6 +161,14 @@ class Blender:
         self._counters.add("blend_requests", len(blended))
         for name in ("known", "reused", "chosen", "computed"):
             self._counters.add(f"blend_tokens_{name}", sum(getattr(one, f"num_{name}") for one in blended))
+
+    @torch.no_grad()
+    def _compile(self) -> None:
+        """Have the kernel of attention compiled, so that no request finds one that is not."""
+        tokens = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        angles = self.model.angles(tokens, 1)
+        q, k, v = self.model.project(0, self.model.embed(tokens), angles)
+        self._rows.attend(q, k.repeat(2, 1, 1), v.repeat(2, 1, 1), tokens)
 
     def _checked(self, request: BlendRequest) -> CheckedBlend:
         return check_blend(request, self._connector.num_slots)

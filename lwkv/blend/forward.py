@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lwkv.blend.attention import attend, attention_paid
+from lwkv.blend.attention import attention_paid
 from lwkv.blend.model import BlendModel
 from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.rows import Layout, Rows
@@ -120,7 +120,9 @@ class BlendPass:
     def _finish(self, layer: int, rows: Rows, hidden: Tensor, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
         k, v = kv
         shares = zip(rows.parts, pairwise(self._bounds), strict=True)
-        attended = [attend(q[part], k[a:b], v[a:b], rows.positions[part]) for part, (a, b) in shares]
+        attended = [
+            self._cache.attend(q[part], k[a:b], v[a:b], rows.positions[part]) for part, (a, b) in shares
+        ]
         self._row_layers += len(rows)
         return self._model.finish(layer, hidden, torch.cat(attended))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lwkv.blend.attention import choose_attend
 from lwkv.connectors.buffer import BufferConnector
 from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
@@ -13,12 +14,14 @@ from lwkv.paged_layer import PagedLayer
 class PagedRows:
     """Reads and writes rows of the registered caches on the current stream, by the connector's kernels.
 
-    K and V are (rows, kv heads, head size) in the cache's dtype.
+    K and V are (rows, kv heads, head size) in the cache's dtype. `attend` is the device's best way to do
+    what `attention.attend` does.
     """
 
     def __init__(self, connector: BufferConnector) -> None:
         self._layers = connector.layers
         self._kernels = connector.kernels
+        self.attend = choose_attend(connector.platform)
         self._numbers = torch.zeros(0, dtype=torch.int64, device=connector.device)
 
     def at(self, slots: Tensor) -> Rows:
