@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -53,11 +54,11 @@ class Part:
 
 
 class BatchRetrieval:
-    """Implements `lwkv.pipeline.Retrieval` for requests that are merged into one transfer a layer.
+    """Requests that are merged into one transfer a layer; `lwkv.pipeline.retrieve_steps` drives it.
 
-    A device that fails, or has no memory, ends the load of all chunks; it never raises. `_known` has all
-    pages, int64 (layers, chunks), where no tier has to be asked for any. `_wanted` is the last layer that was
-    to be queued.
+    No method raises for a layer that does not arrive. A device that fails, or has no memory, ends the load of
+    all chunks. `_known` has all pages, int64 (layers, chunks), where no tier has to be asked for any.
+    `_wanted` is the last layer that was to be queued.
 
     Args:
         begin_load: in place of the connector's, to say more of the load than which chunks it has.
@@ -66,19 +67,16 @@ class BatchRetrieval:
     def __init__(
         self,
         requests: Sequence[CheckedRequest],
-        parts: EngineParts,
+        engine: EngineParts,
         settings: LoadSettings,
         begin_load: BeginLoad | None = None,
     ) -> None:
-        self.num_layers = parts.connector.num_layers
+        self.num_layers = engine.connector.num_layers
         self._requests = requests
-        self._keys_of = parts.keys_of
-        self._storage = parts.storage
-        self._connector = parts.connector
-        self._completions = parts.completions
-        self._counters = parts.counters
+        self._engine = engine
+        self._connector = engine.connector
         self._settings = settings
-        self._begin_load = begin_load or parts.connector.begin_load
+        self._begin_load = begin_load or engine.connector.begin_load
         self._parts: list[Part] = []
         self._load: Load | None = None
         self._futures: list[list[Future[LayerPages]]] = []
@@ -86,7 +84,6 @@ class BatchRetrieval:
         self._known: Int64s | None = None
         self._queued = 0
         self._wanted = -1
-        self._failure: BaseException | None = None
         self._closed = False
 
     def open(self) -> list[int]:
@@ -94,81 +91,79 @@ class BatchRetrieval:
         for request in self._requests:
             self._parts.append(self._hold(request))
         if self._holds_any():
-            self._completions.expect(self)
+            self._engine.completions.expect(self)
         transfer = Transfer.join([part.transfer for part in self._parts])
         self._alive = np.ones(transfer.num_chunks, bool)
         moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
         if any(moved):
             self._begin(transfer)
-        self._counters.add(
-            "tokens_asked", sum(len(request.ids) - request.first for request in self._requests)
-        )
+        asked = sum(len(request.ids) - request.first for request in self._requests)
+        self._engine.counters.add("tokens_asked", asked)
         return moved
 
     def queue(self, layer: int) -> None:
-        if self._load is not None:
-            try:
-                self._wanted = layer
-                self._queue_there(self._load)
-            except DEVICE_FAILURES as error:
-                self._give_up(error)
+        """Queue the loads up to `layer` that are there, and more where that keeps the link busy.
+
+        Never blocks.
+        """
+        self._wanted = layer
+        self._go_on(self._queue_there)
 
     def wait(self, layer: int) -> None:
-        if self._load is not None:
-            try:
-                self._wait_for(self._load, layer)
-            except DEVICE_FAILURES as error:
-                self._give_up(error)
+        """Make the current stream wait for `layer`, having queued what was left of the loads up to it.
+
+        Blocks the host until the tiers have brought these, or their time is over.
+        """
+        self._go_on(self._wait_for, layer)
 
     def result(self) -> list[torch.Tensor]:
         """For each request, bool (tokens,) on the host: True where every layer of the token was queued."""
         parts = zip(self._parts, self._split(self._alive), strict=True)
         masks = [_mask(part, alive) for part, alive in parts]
-        self._counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
+        self._engine.counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
         return masks
 
     def close(self) -> None:
+        """Order the model behind what is in flight, and have everything released; idempotent.
+
+        Comes from finalizers, too, on any thread: it takes no lock that a thread of lwkv may hold.
+        """
         if self._closed:
             return
         self._closed = True
-        try:
-            self._leave()
-        finally:
-            if self._holds_any():
-                self._completions.submit(self._end, self)
-
-    def _leave(self) -> None:
+        failure = None
         try:
             if self._load is not None:
                 self._connector.leave_load(self._load)
         except DEVICE_FAILURES as error:
-            self._failure = error
+            failure = error
+        finally:
+            if self._holds_any():
+                self._engine.completions.submit(partial(self._end, failure), self)
 
-    def _end(self) -> None:
+    def _end(self, failure: BaseException | None) -> None:
         """Give pages and tables back once the device is past them, or fails."""
         try:
             if self._load is not None:
                 self._connector.end_load(self._load)
-                self._load.plan.uploads.give_back()
         finally:
             for part in self._parts:
                 part.hold.release()
-        if self._failure is not None:
-            raise self._failure
+        if failure is not None:
+            raise failure
 
     def _holds_any(self) -> bool:
         return any(part.hold.found for part in self._parts)
 
     def _hold(self, request: CheckedRequest) -> Part:
-        first = request.first // request.chunk_size
-        hold = self._storage.hold(self._keys_of(request)[first:], request.chunk_tokens[first:].tolist())
-        start = first * request.chunk_size
-        return Part(request, start, hold, request.loads(first, first + len(hold.found)))
+        first, engine = request.first // request.chunk_size, self._engine
+        hold = engine.storage.hold(engine.keys_of(request)[first:], request.chunk_tokens[first:].tolist())
+        transfer = request.loads(first, first + len(hold.found))
+        return Part(request, first * request.chunk_size, hold, transfer)
 
     def _begin(self, transfer: Transfer) -> None:
-        pages = [part.hold.all_pages() for part in self._parts]
-        known = [matrix for matrix in pages if matrix is not None]
-        if len(known) == len(pages):
+        known = [pages for part in self._parts if (pages := part.hold.all_pages()) is not None]
+        if len(known) == len(self._parts):
             self._known = np.concatenate(known, axis=1) if len(known) > 1 else known[0]
         try:
             self._load = self._begin_load(transfer, self._known)
@@ -176,6 +171,14 @@ class BatchRetrieval:
             self._give_up(error)
         if self._known is None:
             self._ask_up_to(self._settings.prefetch_layers)
+
+    def _go_on(self, work: Callable[..., None], *layer: int) -> None:
+        """Do some of the load, if there is one."""
+        if self._load is not None:
+            try:
+                work(self._load, *layer)
+            except DEVICE_FAILURES as error:
+                self._give_up(error)
 
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
@@ -198,8 +201,8 @@ class BatchRetrieval:
     def _ask_up_to(self, layer: int) -> None:
         layers = range(len(self._futures), min(layer + 1, self.num_layers))
         self._deadlines += [self._settings.clock() + self._settings.timeout_s] * len(layers)
-        asked = [self._storage.layerwise_batched_get(part.hold, layers) for part in self._parts]
-        self._futures += [list(futures) for futures in zip(*asked, strict=True)]
+        asked = [self._engine.storage.layerwise_batched_get(part.hold, layers) for part in self._parts]
+        self._futures += map(list, zip(*asked, strict=True))
 
     def _is_there(self, layer: int) -> bool:
         if self._known is not None:
@@ -223,7 +226,11 @@ class BatchRetrieval:
             known: Int64s = self._known[layer]
             return known
         pages = self._pages(layer)[self._alive]
-        return self._drop(load, layer, pages) if (pages < 0).any() else pages
+        kept = pages >= 0
+        if not kept.all():
+            self._drop(load, layer, pages, kept)
+        arrived: Int64s = pages[kept]
+        return arrived
 
     def _pages(self, layer: int) -> Int64s:
         futures = self._futures[layer]
@@ -241,27 +248,23 @@ class BatchRetrieval:
         parts = zip(futures, self._parts, self._split(self._alive), strict=True)
         return [future for future, part, alive in parts if (alive & ~part.hold.in_host).any()]
 
-    def _drop(self, load: Load, layer: int, pages: Int64s) -> Int64s:
-        kept = pages >= 0
-        self._count_failures({reason.name: int((pages == reason).sum()) for reason in Missing})
+    def _drop(self, load: Load, layer: int, pages: Int64s, kept: Flags) -> None:
+        for reason in Missing:
+            self._count_lost(reason.name, int((pages == reason).sum()))
         log.warning("layer %d of %d chunks did not arrive: their tokens are recomputed", layer, (~kept).sum())
         self._alive[self._alive] = kept
         self._connector.drop_chunks(load, kept)
-        arrived: Int64s = pages[kept]
-        return arrived
 
-    def _count_failures(self, chunks: Mapping[str, int]) -> None:
-        """Count chunks lost, by reason and together."""
-        for reason, count in chunks.items():
-            if count:
-                self._counters.add(f"load_failures_{reason.lower()}", count)
-                self._counters.add("load_failures", count)
+    def _count_lost(self, reason: str, num_chunks: int) -> None:
+        if num_chunks:
+            self._engine.counters.add(f"load_failures_{reason.lower()}", num_chunks)
+            self._engine.counters.add("load_failures", num_chunks)
 
     def _give_up(self, error: BaseException) -> None:
         """Load nothing more of any chunk, and trust nothing of what is on its way."""
         lost = int(self._alive.sum())
         if lost:
-            self._count_failures({"device": lost})
+            self._count_lost("device", lost)
             # Not the error itself: whoever keeps log records would keep the load with it.
             log.warning("%d chunks are not loaded, their tokens are recomputed: %s", lost, repr(error))
         self._alive[:] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,8 @@ class LayerSteps:
         self._engine = engine
         self._layerwise = engine.config.use_layerwise if layerwise is None else layerwise
         self._num_layers = engine.num_layers
-        self._waits = engine.connector.layer_of
-        self._saves = _without_repeats(self._waits)
+        self._layer_of = engine.connector.layer_of
+        self._owners = _owners(self._layer_of)
         self._told_unknown = False
         self._load: Generator[Any, None, None] | None = None
         self._store: Generator[None, None, None] | None = None
@@ -99,7 +99,7 @@ class LayerSteps:
         Args:
             layer: the registered name or position.
         """
-        number = self._number(layer, self._waits)
+        number = self._number(layer)
         if number is not None:
             self.start_load_kv()
             self._advance_load(number + 3)
@@ -112,8 +112,8 @@ class LayerSteps:
         Args:
             layer: the registered name or position.
         """
-        number = self._number(layer, self._saves)
-        if number is None:
+        number = self._number(layer)
+        if number is None or layer not in self._owners:
             return
         self._missed_wait |= not self._is_waited_for(number)
         self._computed.add(number)
@@ -134,22 +134,18 @@ class LayerSteps:
             self._result = StepResult(self._masks, self._end_store(self._all_loaded()))
         return self._result
 
-    def _number(self, layer: str | int, numbers: Mapping[str | int, int | None]) -> int | None:
+    def _number(self, layer: str | int) -> int | None:
         try:
-            return numbers[layer]
+            return self._layer_of[layer]
         except (KeyError, TypeError):  # TypeError: what cannot be a key
-            self._tell_unknown(layer)
+            if not self._told_unknown:
+                log.warning(
+                    "no layer %r is registered: hooks of such layers do nothing; pass a name such as %r, or "
+                    "a position from 0 to %d, which counts every entry of the registered KV caches",
+                    *(layer, next(iter(self._layer_of)), len(self._layer_of) // 2 - 1),
+                )
+            self._told_unknown = True
             return None
-
-    def _tell_unknown(self, layer: object) -> None:
-        if self._told_unknown:
-            return
-        self._told_unknown = True
-        log.warning(
-            "no layer %r is registered: hooks of such layers do nothing; pass a name such as %r, or a "
-            "position from 0 to %d, which counts every entry of the registered KV caches",
-            *(layer, next(iter(self._waits)), len(self._waits) // 2 - 1),
-        )
 
     def _is_waited_for(self, layer: int) -> bool:
         return self._load is None or self._loads_taken >= min(layer + 3, self._num_layers + 2)
@@ -187,12 +183,6 @@ class LayerSteps:
         return stored
 
 
-def _without_repeats(numbers: Mapping[str | int, int]) -> dict[str | int, int | None]:
-    """The same, with None where the number occurred before: among the names, and among the positions."""
-    seen: set[tuple[type, int]] = set()
-    first: dict[str | int, int | None] = {}
-    for layer, number in numbers.items():
-        kind = type(layer), number
-        first[layer] = None if kind in seen else number
-        seen.add(kind)
-    return first
+def _owners(layer_of: dict[str | int, int]) -> set[str | int]:
+    """Of all entries with one number the first: among the names, and among the positions."""
+    return set({(type(layer), number): layer for layer, number in reversed(layer_of.items())}.values())

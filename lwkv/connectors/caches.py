@@ -41,7 +41,7 @@ class Caches:
     ) -> None:
         self.platform = platform
         self.layers: Sequence[PagedLayer] = ()
-        self.layer_of: Mapping[str | int, int] = {}
+        self.layer_of: dict[str | int, int] = {}
         self._chunk_size = chunk_size
         self._spec = spec
         self._layout = layout

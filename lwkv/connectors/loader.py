@@ -84,10 +84,11 @@ class Loader(Caches):
         load.arrived = [None] * len(load.arrived)
 
     def end_load(self, load: Load) -> None:
-        """Block until the host pages of a batch that was left are no longer read."""
+        """Block until the host pages of a batch that was left are no longer read; give its tables back."""
         if load.fetched:
             self._wait_for_fetched(load)
         self._synchronize(load.lane.kernels)
+        load.plan.uploads.give_back()
 
     def _begin_load(self, load: Load, pages: Int64s | None) -> None:
         """Write nothing of a batch before what the current stream holds now is done.

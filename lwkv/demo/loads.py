@@ -31,7 +31,7 @@ class SpoiledLoads(LayerSteps):
     def wait_for_layer_load(self, layer: str | int) -> None:
         super().wait_for_layer_load(layer)
         for block in self._blocks:
-            self._caches[self._waits[layer]][block].zero_()
+            self._caches[self._layer_of[layer]][block].zero_()
 
     def _last_block(self, load: Request) -> int:
         return int(load.slot_mapping[load.slot_mapping != NO_SLOT][-1]) // self._block_size
