@@ -22,7 +22,8 @@ from lwkv.storage.calls import Calls
 from lwkv.storage.host import Chunk
 from lwkv.storage.meter import Meter
 from lwkv.storage.missing import Missing
-from lwkv.storage.tier import Gauged, Status, Tier
+from lwkv.storage.quarantine import Quarantine
+from lwkv.storage.tier import Gauged, Lingering, Status, Tier
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Guard:
         self._rarely = Rarely(log, clock)
         self.name = tier.name
         self.meter = Meter()
+        self._quarantine = Quarantine(pool, tier.grace_s if isinstance(tier, Lingering) else 0.0, clock)
         self._reads = Calls(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
         self._writes = Calls(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
         self._end = Calls(tier.name, "close", 1, timeout_s, counters, clock)
@@ -95,18 +97,27 @@ class Guard:
         ended = [calls.close(deadline - time.monotonic()) for calls in (self._writes, self._reads)]
         self._end.submit(self._tier.close)
         closed = self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)
-        if not closed:
+        if closed:
+            self._quarantine.end()
+        else:
             log.warning("tier %s did not end within the time given to close", self._tier.name)
         return closed
 
     def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        self._quarantine.let_go()
         answer = self._tier.contains(keys, self._timeout_s)
         _check_length("contains", answer, len(keys))
         return [bool(there) for there in answer]
 
     def _get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Int64s:
+        self._quarantine.let_go()
         buffers = [self._pool.page(page) for page in pages.tolist()]
-        return self._call("get", self._tier.get, [LayerKey(key, layer) for key in keys], buffers)
+        outcomes = np.full(len(pages), Missing.ERROR)
+        try:
+            outcomes = self._call("get", self._tier.get, [LayerKey(key, layer) for key in keys], buffers)
+        finally:
+            self._quarantine.keep(pages[outcomes != FILLED])
+        return outcomes
 
     def _put(self, key: ChunkKey, chunk: Chunk) -> None:
         # Layer 0 is the commit record: last, and only where all other layers are there.

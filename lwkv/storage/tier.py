@@ -65,6 +65,14 @@ class Gauged(Protocol):
         """What there is now, by name, for metrics; never waits. May raise OSError or RuntimeError."""
 
 
+@runtime_checkable
+class Lingering(Protocol):
+    """What a tier tells whose transfers outlive its calls: `get` may write to pages that were not OK for
+    `grace_s` seconds after it returned or raised. They are nobody else's until then, or until `close`."""
+
+    grace_s: float
+
+
 @dataclass(frozen=True)
 class TierSetup:
     """What a tier is told of the engine that it serves.

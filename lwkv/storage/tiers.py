@@ -19,6 +19,7 @@ GROUP = "lwkv.tiers"
 _MODULES = {
     "file": "lwkv.storage.disk",
     **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "lwkv.storage.valkey"),
+    "mooncake": "lwkv.storage.mooncake",
 }
 """The module of each scheme."""
 

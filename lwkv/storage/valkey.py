@@ -55,7 +55,7 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
 
 
 class ValkeyTier:
-    """See Tier. What is not what was put is a miss, counted as "valkey_spoiled" or "valkey_holes".
+    """See Tier. What is not what was put is a miss, counted as "valkey_spoiled" or "valkey_vanished".
 
     Args:
         connect: makes a connection. Raises ConfigError, ConnectionError.
@@ -138,7 +138,7 @@ class ValkeyTier:
                 raise
             lengths = [-1, 0]
         if None in lengths:
-            return self._drop(client, key, "valkey_holes")
+            return self._drop(client, key, "valkey_vanished")
         if lengths[0] != len(page) or seal[: lengths[1]] != seal_of(key, page):
             return self._drop(client, key, "valkey_spoiled")
         return Status.OK

@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 from storage.faulty_tier import FaultyTier
 from storage.rig import Rig
-from storage.servers import Server, redis_program, redis_server, running, tell
+from storage.servers import (
+    Server,
+    mooncake_master,
+    mooncake_node,
+    mooncake_program,
+    redis_program,
+    redis_server,
+    running,
+    tell,
+)
+
+from lwkv.storage.mooncake_client import connect, read_address
 
 
 @pytest.fixture
@@ -46,3 +57,21 @@ def redis(redis_for_all: Server) -> Server:
     """An empty Redis server, the same one for all tests: none of them harms it."""
     tell(redis_for_all, "FLUSHALL")
     return redis_for_all
+
+
+@pytest.fixture(scope="session")
+def mooncake_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any]]:
+    program, folder = mooncake_program(), tmp_path_factory.mktemp("mooncake")
+    master = mooncake_master(program, folder / "master")
+    with running(master, *(mooncake_node(master, folder / name) for name in ("one", "two"))):
+        store = connect(read_address(f"mooncake://127.0.0.1:{master.port}"))
+        yield master, store._store
+        store.close()
+
+
+@pytest.fixture
+def mooncake(mooncake_for_all: tuple[Server, Any]) -> Server:
+    """The master of an empty store with two nodes, the same ones for all tests: none of them harms it."""
+    master, store = mooncake_for_all
+    assert store.remove_all(True) >= 0
+    return master

@@ -50,12 +50,17 @@ def _disk(request: pytest.FixtureRequest) -> OpenTier:
 
 def _server(request: pytest.FixtureRequest) -> OpenTier:
     server = request.getfixturevalue("redis")
-    url = f"redis://127.0.0.1:{server.port}"
-    return lambda setup: open_only(setup, remote_url=url)
+    return partial(open_only, remote_url=f"redis://127.0.0.1:{server.port}")
+
+
+def _mooncake(request: pytest.FixtureRequest) -> OpenTier:
+    master = request.getfixturevalue("mooncake")
+    return partial(open_only, remote_url=f"mooncake://127.0.0.1:{master.port}")
 
 
 PLACES: dict[str, Callable[[pytest.FixtureRequest], OpenTier]] = {
     "memory": _memory,
     "redis": _server,
+    "mooncake": _mooncake,
     "disk": _disk,
 }

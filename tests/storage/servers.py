@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from lwkv.errors import ConfigError
+from lwkv.storage.mooncake_client import import_mooncake
+from lwkv.storage.remote_url import parse_remote_url
 
 LONG_S = 20.0
 REDIS_OPTIONS = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
@@ -49,22 +54,20 @@ def free_port() -> int:
 
 
 class Server:
-    """A process that answers at a port of loopback once it has started."""
+    """A process that answers at a port of loopback once it has started, and maybe says a word before."""
 
-    def __init__(self, command: Sequence[str], port: int, folder: Path, **environment: str) -> None:
+    def __init__(self, command: Sequence[str], port: int, folder: Path, says: str = "") -> None:
         self.port = port
         self._command = command
         self._folder = folder
-        self._environment = os.environ | environment
+        self._says = says
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start, and wait until it takes connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._folder / "log", "ab") as log:
-            self._process = subprocess.Popen(
-                self._command, cwd=self._folder, stdout=log, stderr=log, env=self._environment
-            )
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(self._command, cwd=self._folder, stdout=log, stderr=log)
         wait_until(self._answers, f"{self._command[0]} to answer at port {self.port}")
 
     def kill(self) -> None:
@@ -86,9 +89,15 @@ class Server:
 
     def _answers(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, (self._folder / "log").read_text()
+        assert self._process.poll() is None, self._log.read_text()
+        if self._says not in self._log.read_text():
+            return False
         with socket.socket() as one:
-            return one.connect_ex(("127.0.0.1", self.port)) == 0
+            return not self.port or one.connect_ex(("127.0.0.1", self.port)) == 0
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "log"
 
 
 def wait_until(is_so: object, what: str, seconds: float = LONG_S) -> None:
@@ -124,3 +133,26 @@ def tell(server: Server, *words: str | bytes) -> bytes:
             b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
         )
         return one.recv(1 << 16)
+
+
+def mooncake_program() -> Path:
+    """The master in the package of Mooncake's client; the script of that name would only start it."""
+    try:
+        store = import_mooncake(parse_remote_url("mooncake://here", 1, ()))
+    except ConfigError as error:
+        require(False, str(error))
+        raise
+    return Path(store.__file__).parent / "mooncake_master"
+
+
+def mooncake_master(program: Path, folder: Path) -> Server:
+    """A master that forgets a node 2 s after it has gone."""
+    port = free_port()
+    options = (f"--rpc_port={port}", f"--metrics_port={free_port()}", "--client_ttl=2")
+    return Server([str(program), "--rpc_address=127.0.0.1", *options], port, folder)
+
+
+def mooncake_node(master: Server, folder: Path) -> Server:
+    """A process that lends 64 MiB to the store and does nothing else."""
+    script = Path(__file__).with_name("mooncake_node.py")
+    return Server([sys.executable, str(script), str(free_port()), str(master.port)], 0, folder, says="ready")
