@@ -1,0 +1,66 @@
+"""Tiny models of random weights whose answers depend on every token of their KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": None,
+    "first_k_dense_replace": 4,
+    "n_shared_experts": None,
+}
+
+
+def write_llama(folder: Path) -> Path:
+    """Llama, with two heads of 32 for K and V in each of four layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _write(folder, LlamaForCausalLM(LlamaConfig(**SIZES)))
+
+
+def write_mistral(folder: Path, window: int) -> Path:
+    """Mistral, which looks back `window` tokens."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return _write(folder, MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)))
+
+
+def write_deepseek(folder: Path) -> Path:
+    """DeepSeek V2 without experts: a latent row of 80 elements for each token (MLA)."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    return _write(folder, DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES | LATENTS)))
+
+
+def _write(folder: Path, model: Any) -> Path:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.dim() > 1:
+                # Large enough that attention looks at single tokens, and the answer at attention.
+                weights.normal_(0, 10 if "embed" in name else 1.6 / weights.shape[-1] ** 0.5)
+    model.float().save_pretrained(folder)
+    return folder

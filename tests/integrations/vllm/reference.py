@@ -1,0 +1,60 @@
+"""An engine in a process of its own, such as one without lwkv that answers beside the one under test."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from integrations.vllm.rig import Answer, Engine
+
+
+class Elsewhere:
+    """An engine in a child process. Its first answer takes as long as its start."""
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, model, arguments), daemon=True)
+        self._process.start()
+        child.close()
+        self._known: dict[tuple[object, ...], Answer] = {}
+
+    def ask(self, prompts: Sequence[list[int]], max_tokens: int = 8) -> list[Answer]:
+        """Answer each prompt; what was asked before is not asked again."""
+        keys = [(*ids, max_tokens) for ids in prompts]
+        new = [ids for key, ids in zip(keys, prompts, strict=True) if key not in self._known]
+        if new:
+            answers = self.call("ask", new, max_tokens)
+            self._known.update(zip([(*ids, max_tokens) for ids in new], answers, strict=True))
+        return [self._known[key] for key in keys]
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the Engine there. Raises what it raises, EOFError where the process has ended."""
+        self._pipe.send((method, arguments))
+        result = self._pipe.recv()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._process.kill()
+        self._process.join()
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self.call("close")
+        self.kill()
+
+
+def _serve(pipe: Connection, model: Path, arguments: dict[str, Any]) -> None:
+    engine = Engine(model, **arguments)
+    while True:
+        method, values = pipe.recv()
+        try:
+            pipe.send(getattr(engine, method)(*values))
+        except (AssertionError, RuntimeError) as error:
+            pipe.send(error)

@@ -1,0 +1,166 @@
+"""Engines of vLLM in this process, one at a time, and what they answer."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHUNK = 64
+BLOCK = 32
+TOLERANCE = 1e-4
+"""Log-probabilities differ by less than 1e-5 where batches are cut otherwise, by far more where KV is wrong."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens, their log-probabilities, and the prompt's tokens that were not computed."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids, the same for the same seed: a longer prompt of it begins with a shorter one."""
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, 500) for _ in range(length)]
+
+
+def with_lwkv(role: str = "kv_both", **settings: Any) -> dict[str, Any]:
+    """Engine arguments for lwkv with these settings."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "LWKVConnector",
+            "kv_connector_module_path": "lwkv.integrations.vllm",
+            "kv_role": role,
+            "kv_connector_extra_config": {"chunk_size": CHUNK, "max_local_cpu_size": 0.25, **settings},
+        }
+    }
+
+
+class Engine:
+    """One vLLM, and how its counters were when it was asked last."""
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        from vllm import LLM
+
+        defaults = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "block_size": BLOCK,
+            "max_model_len": 2048,
+            "disable_log_stats": False,
+            "enforce_eager": True,
+        }
+        self.llm = LLM(**defaults | arguments)
+        self._hits = 0
+
+    @property
+    def core(self) -> Any:
+        """vLLM's engine core, where it is in this process."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def worker(self) -> Any:
+        """The worker's half of lwkv, where it is in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler's half of lwkv."""
+        return self.core.scheduler.connector._scheduler
+
+    def ask(
+        self, prompts: Sequence[list[int]], max_tokens: int = 8, salt: str | None = None, **extra: Any
+    ) -> list[Answer]:
+        """Answer all prompts in one batch."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False
+        )
+        requests = [
+            {"prompt_token_ids": ids} | ({} if salt is None else {"cache_salt": salt}) for ids in prompts
+        ]
+        outputs = self.llm.generate(requests, parameters, use_tqdm=False, **extra)
+        return [_answer(output) for output in outputs]
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        assert self.llm.reset_prefix_cache()
+
+    def metric(self, name: str) -> float:
+        """A counter of vLLM's, over all labels."""
+        return sum(
+            metric.value for metric in self.llm.get_metrics() if metric.name == name and hasattr(metric, "value")
+        )
+
+    def new_hits(self) -> int:
+        """Tokens that came from the connector since the last call, by vLLM's own count."""
+        before, self._hits = self._hits, int(self.metric("vllm:external_prefix_cache_hits"))
+        return self._hits - before
+
+    def abort(self, ids: list[int], after_steps: int) -> None:
+        """Begin a request and abort it after some of the engine's steps."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        name = engine.add_request(f"aborted-{after_steps}", {"prompt_token_ids": ids}, parameters)
+        for _ in range(after_steps):
+            engine.step()
+        engine.abort_request([name or f"aborted-{after_steps}"])
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    def at_rest(self) -> None:
+        """Check that the worker holds nothing: no pin, no store under way, no page but those of chunks."""
+        engine = self.worker.engine
+        assert engine.flush()
+        stats = engine.stats()
+        assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
+        assert stats["page_references"] == stats["chunks"] * engine.num_layers
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+        self.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def started(model: Path, **arguments: Any) -> Iterator[Engine]:
+    """An engine that ends with the block."""
+    engine = Engine(model, **arguments)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def assert_same(answers: Sequence[Answer], wanted: Sequence[Answer]) -> None:
+    """The same tokens, with the same log-probabilities; how much came from a cache is not compared."""
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in wanted]
+    for answer, other in zip(answers, wanted, strict=True):
+        worst = max(abs(a - b) for a, b in zip(answer.logprobs, other.logprobs, strict=True))
+        assert worst < TOLERANCE, f"log-probabilities differ by {worst}"
+
+
+def _answer(output: Any) -> Answer:
+    (completion,) = output.outputs
+    tokens = list(completion.token_ids)
+    logprobs = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
+    return Answer(tokens, logprobs, output.num_cached_tokens or 0)
