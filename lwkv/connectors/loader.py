@@ -97,7 +97,7 @@ class Loader(Caches):
         staging: they need no more, and the host takes a while to prepare the rest.
         """
         if pages is not None:
-            load.plan.know(self.layers, pages)
+            load.plan.know(pages)
             self._fetch_first(load, pages)
         load.stream = self.platform.current_stream(self.device)
         self._wait_for_readers(load)

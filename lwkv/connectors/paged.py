@@ -10,7 +10,7 @@ import torch
 from lwkv.config import Config
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
-from lwkv.connectors.plan import Cut, FullRows, Plan, page_shape
+from lwkv.connectors.plan import Cut, Plan
 from lwkv.connectors.saver import Save, Saver
 from lwkv.connectors.upload import Table, Uploads
 from lwkv.errors import ConfigError
@@ -65,7 +65,7 @@ class PagedConnector(Loader):
             )
         timeline = timeline or Timeline(self.platform, self.device, on=False)
         buffers, buffer_bytes = self._config.staging_buffers, self._buffer_bytes()
-        self._cut = self._make_cut(buffer_bytes // self.page_bytes)
+        self._cut = Cut(self.layers, self._chunk_size, buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
         self.kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
@@ -102,7 +102,7 @@ class PagedConnector(Loader):
         Pages are int64 (layers, chunks), as they will be given layer by layer.
         """
         plan = self._plan(transfer, self._save_lane)
-        plan.know(self.layers, pages)
+        plan.know(pages)
         return Save(self._saver, plan)
 
     def save_layer(self, save: Save, layer: int, pages: Int64s, sync: bool = True) -> None:
@@ -130,19 +130,12 @@ class PagedConnector(Loader):
             )
         return size
 
-    def _make_cut(self, chunks_per_slice: int) -> Cut:
-        shapes = {page_shape(layer, self._chunk_size) for layer in self.layers}
-        full_rows = {shape: FullRows.of(shape, chunks_per_slice, self.device) for shape in shapes}
-        return Cut(self._chunk_size, chunks_per_slice, full_rows)
-
     def _compile(self) -> None:
         """Launch every kernel without rows, so that no request finds one that is not compiled."""
         rows = self._no_rows()
         for layer in self.layers:
-            for lane, kernel in (
-                (self._load_lane, self.kernels.scatter),
-                (self._save_lane, self.kernels.gather),
-            ):
+            for lane in (self._load_lane, self._save_lane):
+                kernel = self.kernels.scatter if lane is self._load_lane else self.kernels.gather
                 self.platform.launch(lane.kernels, partial(kernel, layer, lane.buffers[0].memory, rows))
 
     def _no_rows(self) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -63,13 +63,20 @@ class FullRows:
         return self.k_rows[:num_rows], self.v_rows[:num_rows]
 
 
-@dataclass(frozen=True, slots=True)
 class Cut:
-    """How transfers are cut: in chunks of `chunk_size` tokens, and so many chunks in a staging buffer."""
+    """How transfers are cut: in chunks of `chunk_size` tokens, and so many chunks in a staging buffer.
 
-    chunk_size: int
-    chunks_per_slice: int
-    full_rows: Mapping[PageShape, FullRows]
+    Attributes:
+        alike: whether pages of all layers are cut into the same rows of the same size.
+        full_rows: for each shape of pages.
+    """
+
+    def __init__(self, layers: Sequence[PagedLayer], chunk_size: int, chunks_per_slice: int) -> None:
+        self.chunk_size = chunk_size
+        self.chunks_per_slice = chunks_per_slice
+        forms = {(page_shape(layer, chunk_size), layer.row_bytes) for layer in layers}
+        self.alike = len(forms) == 1
+        self.full_rows = {shape: FullRows.of(shape, chunks_per_slice, layers[0].device) for shape, _ in forms}
 
 
 class Plan:
@@ -84,7 +91,7 @@ class Plan:
         self._pool = pool
         self._cut = cut
         self._slices: dict[PageShape, list[Slice]] = {}
-        self._known: tuple[Sequence[PagedLayer], Int64s] | None = None
+        self._known: Int64s | None = None
         self._prepared: list[LayerCopies] = []
         self._num_prepared = 0
 
@@ -100,36 +107,28 @@ class Plan:
             self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
         return self._slices[shape]
 
-    def know(self, layers: Sequence[PagedLayer], pages: Int64s) -> None:
-        """Take all layers' pages, int64 (layers, chunks): their copies are then made together."""
-        if all(self._kind(layer) == self._kind(layers[0]) for layer in layers):
-            self._known = layers, pages
+    def know(self, pages: Int64s) -> None:
+        """Take all layers' pages, int64 (layers, chunks): copies are made together where layers are alike."""
+        if self._cut.alike:
+            self._known = pages
 
     def copies(self, number: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
         """The copies of one layer, a batch for each slice; `pages`, int64 (chunks,), unless known before."""
         if self._known is None:
-            return [self._batches(first, layer, pages[None])[0] for first in self._firsts()]
+            return [copies[0] for copies in self._make_copies(layer, pages[None])]
         if number >= self._num_prepared:
             # The first layers by themselves: they are in a hurry.
-            self._prepare(FIRST_LAYERS if number < FIRST_LAYERS else len(self._known[0]))
-        return [layers[number] for layers in self._prepared]
+            self._num_prepared = FIRST_LAYERS if number < FIRST_LAYERS else len(self._known)
+            self._prepared = self._make_copies(layer, self._known[: self._num_prepared])
+        return [copies[number] for copies in self._prepared]
 
-    def _prepare(self, num_layers: int) -> None:
-        assert self._known is not None
-        layers, pages = self._known
-        self._prepared = [self._batches(first, layers[0], pages[:num_layers]) for first in self._firsts()]
-        self._num_prepared = num_layers
-
-    def _firsts(self) -> range:
-        return range(0, self.transfer.num_chunks, self._cut.chunks_per_slice)
-
-    def _batches(self, first: int, layer: PagedLayer, pages: Int64s) -> LayerCopies:
-        chunks, size = slice(first, first + self._cut.chunks_per_slice), self._cut.chunk_size
-        sizes = self.transfer.page_rows(page_shape(layer, size))[chunks] * layer.row_bytes
-        return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(size))
-
-    def _kind(self, layer: PagedLayer) -> tuple[PageShape, int]:
-        return page_shape(layer, self._cut.chunk_size), layer.row_bytes
+    def _make_copies(self, layer: PagedLayer, pages: Int64s) -> list[LayerCopies]:
+        """Of layers that are all like `layer`, for each slice; `pages` is int64 (layers, chunks)."""
+        cut, shape = self._cut, page_shape(layer, self._cut.chunk_size)
+        sizes, stride = self.transfer.page_rows(shape) * layer.row_bytes, layer.page_bytes(cut.chunk_size)
+        starts = range(0, len(sizes), cut.chunks_per_slice)
+        slices = [slice(start, start + cut.chunks_per_slice) for start in starts]
+        return [self._pool.copy_batches(pages[:, chunks], sizes[chunks], stride) for chunks in slices]
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots = self.transfer.row_slots(shape.tokens_per_row)
