@@ -155,14 +155,14 @@ class Desk:
         for _ in blender.segments.retrieve(loads):
             pass
 
-    def recompute(self, blender: Blender) -> None:
+    def recompute(self, blender: Blender, share: float) -> None:
         """The same pass as a blend, over what is in the slots already."""
         prompt = check_blend(self.request, self.engine.connector.num_slots)
         reused = np.zeros(len(self.tokens), bool)
         reused[self.segments[0][0] : self.segments[-1][1]] = True
         layout = Layout(prompt, 0, reused, tuple(start for start, _ in self.segments))
         rows = PagedRows(blender.segments.connector)
-        BlendPass(blender.model, rows, [layout], blender.selector, blender.share, no_hook).run()
+        BlendPass(blender.model, rows, [layout], blender.selector, share, no_hook).run()
 
 
 def measure_blend(bench: Bench) -> BlendTimes | Absent:
@@ -203,7 +203,7 @@ def _way(desk: Desk, name: str, selector: Selector, share: float, full: float, l
         if found.num_reused != desk.bench.prefix:
             raise RuntimeError(f"only {found.num_reused} of {desk.bench.prefix} tokens were reused")
 
-    works = [blend, lambda: desk.recompute(blender)]
+    works = [blend, lambda: desk.recompute(blender, share)]
     blended, recomputed = map(statistics.median, desk.bench.alternate_ms(works))
     return Way(name, share, blended, recomputed, blended / full, blended / max(load, recomputed))
 

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lwkv.blend.controller import Decision, LoadingController, Reason, Work
 from lwkv.blend.forward import BlendPass, LayerHook, no_hook
 from lwkv.blend.model import BlendModel
 from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend
 from lwkv.blend.rows import Layout
-from lwkv.blend.segment_cache import SegmentCache, SegmentLoad
+from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector
+from lwkv.blend.shares import Shares, timed
 from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
-from lwkv.errors import RequestError
+from lwkv.errors import ConfigError, RequestError
 from lwkv.token_ids import TokenIds, as_token_ids
 
 # A batch is begun anew without what failed; then all of it is computed.
@@ -59,8 +61,8 @@ class Blender:
             It takes the attention that a text's first token otherwise draws to itself.
         selector: which reused tokens are computed again; by default as `blend_check_layers` and
             `blend_recompute_ratios` say.
-        share: of the reused tokens, the part to compute again; by default the selector's own for its last
-            layer, or the last of the configured ratios.
+        share: of the reused tokens, the part to compute again, always. By default a LoadingController decides
+            for each batch, and the selector's own share, or the configured ratio, is the least.
 
     Raises:
         ConfigError: an engine without the buffer connector; a check layer that the model does not have.
@@ -80,12 +82,21 @@ class Blender:
         self.model = model
         layers, shares = zip(*engine.config.blend_plan, strict=True)
         self.selector: Selector = selector or Deviation("v", layers, shares)
-        usual = self.selector.shares[-1] if isinstance(self.selector, ByChange) else shares[-1]
-        self.share = usual if share is None else share
+        _require_layers(self.selector, model.num_layers)
+        self._min_tokens = engine.config.blend_min_tokens
         self._connector = self.segments.connector
         self._connector.set_rope(model.rope)
         self._rows = PagedRows(self._connector)
         self._counters = engine.parts().counters
+        usual = self.selector.shares[-1] if isinstance(self.selector, ByChange) else shares[-1]
+        controller = LoadingController(usual) if share is None else None
+        self._shares = Shares(
+            usual if share is None else share,
+            controller,
+            self._connector.platform,
+            self._connector.device,
+            self._counters,
+        )
         self._compile()
 
     def missing(self, request: BlendRequest) -> list[Segment]:
@@ -124,8 +135,7 @@ class Blender:
         if not prompts:
             return []
         for tried in range(MOST_TRIES + 1):
-            loads = [self._loads(prompt) if tried < MOST_TRIES else [] for prompt in prompts]
-            blended = self._try(prompts, loads)
+            blended = self._try(prompts, [self._loads(prompt, tried) for prompt in prompts])
             if blended is not None:
                 break
             self._counters.add("blend_retries")
@@ -133,29 +143,60 @@ class Blender:
         self._count(blended)
         return blended
 
+    def stats(self) -> dict[str, float]:
+        """What the next share rests on: speeds in seconds a token and layer, 0 where nothing was timed yet.
+
+        Totals are in the engine's own `stats`: `blend_tokens_*`, `blend_decisions_*`, `blend_retries`.
+        """
+        controller = self._shares.controller
+        return {
+            "share": self._shares.last.share,
+            "compute_s": (controller and controller.compute_s) or 0.0,
+            "load_s": (controller and controller.load_s) or 0.0,
+        }
+
     def _try(
         self, prompts: Sequence[CheckedBlend], loads: Sequence[Sequence[SegmentLoad]]
     ) -> list[Blended] | None:
         """One pass; None where something did not arrive that was promised."""
         asked = [load for part in loads for load in part]
         if not asked:
-            return self._pass([_layout(prompt, (), ()) for prompt in prompts], no_hook)
+            return self._pass([lay_out(prompt, (), ()) for prompt in prompts], no_hook)
         with closing(self.segments.retrieve(asked)) as steps:
             waits = LayerWaits(steps)
             counts = iter(waits.promised)
             layouts = [
-                _layout(prompt, part, [next(counts) for _ in part])
+                lay_out(prompt, part, [next(counts) for _ in part])
                 for prompt, part in zip(prompts, loads, strict=True)
             ]
             blended = self._pass(layouts, waits.wait)
-            return blended if waits.all_arrived else None
+            if blended is not None:
+                return blended if waits.all_arrived else None
+        return self._try(prompts, [[load for load in part if load.is_exact] for part in loads])
 
-    def _pass(self, layouts: Sequence[Layout], wait: LayerHook) -> list[Blended]:
-        computed = BlendPass(self.model, self._rows, layouts, self.selector, self.share, wait).run()
+    def _pass(self, layouts: Sequence[Layout], wait: LayerHook) -> list[Blended] | None:
+        """Compute; None where it is cheaper to do so without the segments."""
+        work = self._work(layouts)
+        decision = self._shares.choose(work) if work.reused else Decision(0.0, Reason.FIXED)
+        if decision.reason is Reason.PREFILL:
+            return None
+        pace = self._shares.new_pace()
+        computed = BlendPass(
+            self.model, self._rows, layouts, self.selector, decision.share, timed(wait, pace)
+        ).run()
+        self._shares.note(work, computed.row_layers, pace)
         return [
-            Blended(logits, layout.known, len(layout.candidates), chosen, len(layout.always), self.share)
+            Blended(logits, layout.known, len(layout.candidates), chosen, len(layout.always), decision.share)
             for layout, logits, chosen in zip(layouts, computed.logits, computed.num_chosen, strict=True)
         ]
+
+    def _work(self, layouts: Sequence[Layout]) -> Work:
+        return Work(
+            reused=sum(len(layout.candidates) for layout in layouts),
+            always=sum(len(layout.always) for layout in layouts),
+            num_layers=self.model.num_layers,
+            full_layers=self.selector.layers[0] if isinstance(self.selector, ByChange) else 0,
+        )
 
     def _count(self, blended: Sequence[Blended]) -> None:
         self._counters.add("blend_requests", len(blended))
@@ -176,26 +217,21 @@ class Blender:
     def _num_cached(self, prompt: CheckedBlend, part: Segment) -> int:
         return self.segments.num_cached(prompt.ids[part.start : part.end], prompt.salts)
 
-    def _loads(self, prompt: CheckedBlend) -> list[SegmentLoad]:
+    def _loads(self, prompt: CheckedBlend, tried: int) -> list[SegmentLoad]:
         """What to ask the tiers for: the prefix, then what is left of the segments behind it."""
+        if tried == MOST_TRIES:
+            return []
         prefix = self.segments.prefix_load(prompt)
         known = prompt.num_local if prefix is None else prefix.num_tokens
-        left = [part for part in prompt.segments if part.end > known]
+        left = [part for part in prompt.segments if part.end > known and len(prompt) >= self._min_tokens]
         behind = [self.segments.segment_load(prompt, part, known) for part in left]
         return behind if prefix is None else [prefix, *behind]
 
 
-def _layout(prompt: CheckedBlend, loads: Sequence[SegmentLoad], counts: Sequence[int]) -> Layout:
-    """What is known of a prompt whose `loads` will bring so many tokens each."""
-    known, reused, starts = prompt.num_local, np.zeros(len(prompt), bool), []
-    for load, count in zip(loads, counts, strict=True):
-        first = load.start + load.request.first
-        if load.is_exact and first <= known:
-            known = first + count
-        elif count:
-            reused[first : first + count] = True
-            starts.append(first)
-    return Layout(prompt, known, reused, tuple(starts))
+def _require_layers(selector: Selector, num_layers: int) -> None:
+    last = selector.layers[-1] if isinstance(selector, ByChange) else getattr(selector, "layer", 0)
+    if last >= num_layers:
+        raise ConfigError(f"layer {last} is to be checked, but the model has layers 0 to {num_layers - 1}")
 
 
 def _refuse_shared_slots(prompts: Sequence[CheckedBlend]) -> None:

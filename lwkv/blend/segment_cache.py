@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lwkv.blend.request import CheckedBlend, Segment
+from lwkv.blend.rows import Layout
 from lwkv.connectors.buffer import BufferConnector
 from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine
@@ -152,3 +153,16 @@ class _Shifts:
             return None
         shifts: Int64s = self._shifts[np.searchsorted(self._slots, transfer.slots)]
         return shifts
+
+
+def lay_out(prompt: CheckedBlend, loads: Sequence[SegmentLoad], counts: Sequence[int]) -> Layout:
+    """What is known of a prompt whose `loads`, ascending, will bring so many tokens each."""
+    known, reused, starts = prompt.num_local, np.zeros(len(prompt), bool), []
+    for load, count in zip(loads, counts, strict=True):
+        first = load.start + load.request.first
+        if load.is_exact and first <= known:
+            known = first + count
+        elif count:
+            reused[first : first + count] = True
+            starts.append(first)
+    return Layout(prompt, known, reused, tuple(starts))

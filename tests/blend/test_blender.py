@@ -56,7 +56,7 @@ def test_blends_equal_a_dense_reference_with_exact_positions(
     count: int, variant: str, shape: ModelShape, device: torch.device
 ) -> None:
     bench = Bench(replace(shape, **VARIANTS[variant]), device)
-    blender = bench.blender(FirstTokens(count))
+    blender = bench.blender(FirstTokens(count), share=0.1)
     bench.encode(blender)
     tokens, request = prompt([2, 0, 1])
     (found,) = blender.prefill([request])
@@ -105,7 +105,7 @@ def test_a_segment_at_the_beginning_equals_a_prefix_hit_exactly(bench: Bench) ->
 
 
 def test_prompts_of_a_batch_equal_each_alone(bench: Bench) -> None:
-    blender = bench.blender(Deviation("v", (1, 2), (0.4, 0.2)))
+    blender = bench.blender(Deviation("v", (1, 2), (0.4, 0.2)), share=0.2)
     bench.encode(blender, DOCUMENTS[:2])
     prompts = [prompt([2, 0, 1]), prompt([1]), prompt([2]), prompt([])]
     parts = np.split(np.random.default_rng(5).permutation(300), 4)
@@ -123,7 +123,7 @@ def test_prompts_of_a_batch_equal_each_alone(bench: Bench) -> None:
 
 
 def test_what_is_not_cached_is_computed_and_takes_nothing_of_the_budget(bench: Bench) -> None:
-    blender = bench.blender(Deviation(shares=(0.25,)))
+    blender = bench.blender(share=0.25)
     bench.encode(blender, DOCUMENTS[1:2])
     tokens, request = prompt([0, 1, 2])
     (found,) = blender.prefill([request])
@@ -136,7 +136,7 @@ def test_what_is_not_cached_is_computed_and_takes_nothing_of_the_budget(bench: B
 
 
 def test_a_prefix_hit_in_front_is_exact_and_never_computed(bench: Bench) -> None:
-    blender = bench.blender(NoTokens())
+    blender = bench.blender(NoTokens(), share=0.0)
     head = list(range(30, 41))
     tokens, request = prompt([1, 0], head=head)
     bench.encode(blender)
@@ -161,7 +161,7 @@ def test_a_prefix_hit_in_front_is_exact_and_never_computed(bench: Bench) -> None
 
 
 def test_tokens_that_the_engine_has_itself_are_neither_loaded_nor_computed(bench: Bench) -> None:
-    blender = bench.blender(AllTokens())
+    blender = bench.blender(AllTokens(), share=1.0)
     bench.encode(blender)
     tokens, request = prompt([0, 1])
     blender.prefill([BlendRequest(tokens[:7], request.slot_mapping[:7])])
@@ -172,7 +172,7 @@ def test_tokens_that_the_engine_has_itself_are_neither_loaded_nor_computed(bench
 
 
 def test_a_prompt_that_ends_with_a_segment_computes_its_last_token(bench: Bench) -> None:
-    blender = bench.blender(AllTokens())
+    blender = bench.blender(AllTokens(), share=1.0)
     bench.encode(blender)
     tokens = [*HEAD, *DOCUMENTS[0]]
     (found,) = blender.prefill([BlendRequest(tokens, np.arange(len(tokens)), [(2, len(tokens))])])
