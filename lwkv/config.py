@@ -58,7 +58,8 @@ class Config(BaseSettings):
     max_local_cpu_size: GiB = Field(5.0, description="Most host memory for pages, kept or passing through.")
     local_disk: DiskPath = Field(None, description="Folder of the disk tier; null for none.")
     max_local_disk_size: GiB = Field(0.0, description="Most disk space for pages; needed with local_disk.")
-    remote_url: RemoteURL = Field(None, description="Server of the remote tier; null for none.")
+    # It may have a password in it.
+    remote_url: RemoteURL = Field(None, repr=False, description="Server of the remote tier; null for none.")
     write_policy: WritePolicy = Field(
         "write_through",
         description="When lower tiers get a chunk: write_through at once, write_back when half of host "

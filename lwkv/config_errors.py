@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from reprlib import Repr
@@ -15,6 +16,7 @@ class Origins(dict[str, str]):
     """Where the value of each setting came from; those that are missing came as arguments."""
 
 
+_LOGIN = re.compile(r"(?<=://)[^\s'\"]*@")
 _MOST_CHARS = 200
 _MOST_LINES = 30
 
@@ -34,13 +36,19 @@ _short = _Short()
 
 
 def shown(value: object) -> str:
-    """Show a value in an error text: as `repr`, with the middle of what is long left out."""
-    return _short.repr(value)
+    """Show a value in an error text: as `repr`, with the middle of what is long left out, and no password."""
+    return without_login(_short.repr(value))
 
 
 def clipped(text: str) -> str:
-    """Text as it is, or its beginning where it is long."""
+    """Text as it is, or its beginning where it is long; no password."""
+    text = without_login(text)
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+
+
+def without_login(text: str) -> str:
+    """Cut user and password out of the URLs in a text."""
+    return _LOGIN.sub("***@", text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

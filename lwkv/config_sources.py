@@ -14,7 +14,10 @@ from lwkv.config_errors import clipped, did_you_mean, joined, shown
 from lwkv.errors import ConfigError
 
 PREFIX = "LWKV_"
-RESERVED = ("LWKV_CONFIG_FILE", "LWKV_LOG_LEVEL", "LWKV_PLATFORM")
+RESERVED = (
+    *("LWKV_CONFIG_FILE", "LWKV_LOG_LEVEL", "LWKV_PLATFORM"),
+    *("LWKV_REMOTE_USER", "LWKV_REMOTE_PASSWORD"),
+)
 _TAG = "tag:yaml.org,2002:"
 _MOST_LEVELS = 8
 
@@ -109,7 +112,8 @@ def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> di
 
 def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
     near, names = did_you_mean(name, known), ", ".join(sorted(known))
-    return f"environment variable {clipped(name)}={shown(text)} names no setting{near}; allowed: {names}"
+    value = "..." if "PAS" in name.upper() else shown(text)  # a password, perhaps
+    return f"environment variable {clipped(name)}={value} names no setting{near}; allowed: {names}"
 
 
 def _read_text(name: str, text: str, kind: str) -> object:

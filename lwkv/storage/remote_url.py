@@ -69,6 +69,9 @@ def parse_remote_url(url: str, default_port: int, options: tuple[str, ...]) -> R
     scheme, _, rest = url.partition("://")
     rest, _, query = rest.partition("?")
     authority, _, path = rest.partition("/")
+    if "@" in path or "@" in query:
+        # What looks like the host may be half of a password.
+        raise ConfigError("remote_url: in user and password write % and two digits for each of / ? @ :")
     login, _, hosts = authority.rpartition("@")
     try:
         addresses = tuple(_address(host, default_port) for host in hosts.split(","))

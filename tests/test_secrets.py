@@ -1,0 +1,75 @@
+"""Users and passwords are told to nobody but the server."""
+
+from __future__ import annotations
+
+import pytest
+
+from lwkv.config import Config
+from lwkv.errors import ConfigError
+from lwkv.storage.remote_url import PASSWORD, USER, parse_remote_url
+
+SECRET = "s3cret"
+URL = f"valkey://someone:{SECRET}@host:1"
+BROKEN = (
+    f"valkey://someone:{SECRET}@host:port",
+    f"valkey://someone:{SECRET}@",
+    f"valkey://someone:{SECRET}@host?color=red",
+    f"valkey://someone:{SECRET}@host?cluster=maybe",
+    f"valkey://someone:{SECRET}/more@host",
+    f"valkey://someone:{SECRET}?more@host",
+    f"valkey://someone:a@{SECRET}@host:port",
+)
+
+
+def test_a_configuration_shows_no_password() -> None:
+    config = Config(remote_url=URL)
+    assert config.remote_url == URL
+    assert SECRET not in f"{config!r} {config}"
+
+
+@pytest.mark.parametrize("setting", [{"chunk_size": 0}, {"local_disk": "/a"}, {"color": "red"}])
+def test_errors_about_other_settings_show_no_password(
+    setting: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LWKV_REMOTE_URL", URL)
+    with pytest.raises(ConfigError) as refused:
+        Config.load(**setting)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("source", ["argument", "environment"])
+def test_errors_about_the_address_show_no_password(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = f"redis://someone:{SECRET}@ho st"
+    monkeypatch.setenv("LWKV_REMOTE_URL", wrong if source == "environment" else URL)
+    with pytest.raises(ConfigError, match=r"redis://\*\*\*@ho st") as refused:
+        Config.load(**({"remote_url": wrong} if source == "argument" else {}))
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["LWKV_REMOTE_PASWORD", "LWKV_PASSWORD", "LWKV_REMOTE_PASSPHRASE"])
+def test_a_variable_that_is_misspelt_is_refused_without_its_value(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, SECRET)
+    with pytest.raises(ConfigError, match=name) as refused:
+        Config.load()
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", BROKEN)
+def test_an_address_that_cannot_be_read_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="remote_url") as refused:
+        parse_remote_url(url, 6379, ("cluster",)).flag("cluster", False)
+    assert SECRET not in str(refused.value)
+
+
+def test_an_address_that_was_read_shows_no_password() -> None:
+    url = parse_remote_url(URL, 6379, ())
+    assert (url.user, url.password) == ("someone", SECRET)
+    assert SECRET not in f"{url!r} {url} {url.refuse('no')}"
+
+
+def test_the_variables_for_user_and_password_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USER, "someone")
+    monkeypatch.setenv(PASSWORD, SECRET)
+    assert SECRET not in repr(Config.load())
