@@ -72,22 +72,12 @@ class HostPool:
         self._references = np.zeros(1, np.int32)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
-        self._num_pages = 0
+        self.num_pages = 0
         self._counters = counters or Counters()
         self._clock = clock
         self._rest_s = 0.0
         self._rest_until = clock()
         self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called; transfers may still be in flight."""
-        return self._closed
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that exist now."""
-        return self._num_pages
 
     @property
     def pages_in_use(self) -> int:
@@ -109,7 +99,7 @@ class HostPool:
     def reserve(self, num_bytes: int) -> None:
         """Page-lock slabs for `num_bytes` now instead of on demand. Raises MemoryError."""
         with self._growing:
-            while self._num_pages < min(self.max_pages, -(-num_bytes // self.page_stride)):
+            while self.num_pages < min(self.max_pages, -(-num_bytes // self.page_stride)):
                 self._grow()
 
     def allocate(self, count: int) -> Int64s | None:
@@ -189,7 +179,7 @@ class HostPool:
     def _growth_left(self) -> int:
         """Pages that may still be added, as far as is known now."""
         resting = self._rest_s and self._clock() < self._rest_until
-        return 0 if resting else self.max_pages - self._num_pages
+        return 0 if resting else self.max_pages - self.num_pages
 
     def _grow_for(self, count: int) -> bool:
         """Add a slab if `count` pages are not free; False if they are, or there is no more to be had."""
@@ -210,7 +200,7 @@ class HostPool:
             log.warning(
                 "host memory stays at %d of %d pages for now: %s; free host memory, raise the limit of "
                 "locked memory (ulimit -l) or lower max_local_cpu_size",
-                self._num_pages,
+                self.num_pages,
                 self.max_pages,
                 error,
             )
@@ -220,7 +210,7 @@ class HostPool:
 
     def _grow(self) -> None:
         # Page-locking takes long; the lock is not held, so that pages go on being handed out.
-        start = self._num_pages
+        start = self.num_pages
         end = min(start + self._span, self.max_pages)
         slab = self._platform.alloc_pinned((end - start) * self.page_stride)
         with self._lock:
@@ -230,7 +220,7 @@ class HostPool:
             self._references = np.append(self._references, np.zeros(end - start, np.int32))
             self._free.grow(end)
             self._free.give(np.arange(start, end))
-            self._num_pages = end
+            self.num_pages = end
 
     def _require_used(self, pages: Int64s) -> Int64s:
         """Return `pages` sorted."""

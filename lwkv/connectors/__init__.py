@@ -46,7 +46,7 @@ def CreateGPUConnector(
     _require_type("config", config, Config, "Config(...)")
     _require_type("metadata", metadata, CacheMetadata, "CacheMetadata(...)")
     _require_type("layout_hints", layout_hints, Mapping | None, '{"block_size": 16}')
-    chosen = _open(platform)
+    chosen = detect_platform(platform) if isinstance(platform, str | None) else platform
     _require_features(config, chosen)
     hints = check_hints(engine, layout_hints or {})
     spec = hints.get("specs") or KVSpec(
@@ -61,16 +61,9 @@ def _require_type(name: str, value: object, wanted: type | UnionType, example: s
         raise ConfigError(f"{name} is {value!r}, of type {type(value).__name__}: pass {example}")
 
 
-def _open(platform: str | Platform | None) -> Platform:
-    return detect_platform(platform) if isinstance(platform, str | None) else platform
-
-
 def _require_features(config: Config, platform: Platform) -> None:
-    for flag, wanted, feature in (
-        ("use_layerwise", config.use_layerwise, "layerwise"),
-        ("enable_blending", config.enable_blending, "blending"),
-    ):
-        if wanted and not getattr(platform.features, feature):
+    for flag, feature in (("use_layerwise", "layerwise"), ("enable_blending", "blending")):
+        if getattr(config, flag) and not getattr(platform.features, feature):
             others = platforms_with(feature)
             raise ConfigError(
                 f"{flag} is not supported on platform {platform.name!r}, only on {', '.join(others)}: "

@@ -10,6 +10,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from lwkv.config import Config
 from lwkv.errors import LayoutError
 from lwkv.layout import KVSpec, describe_layers
 from lwkv.paged_layer import PagedLayer
@@ -21,8 +22,8 @@ class Caches:
     """The layers of an engine's paged cache. All but `register` is for after it.
 
     Args:
+        config: chunk size and staging.
         platform: of the device the caches are on.
-        chunk_size: tokens of a page.
         spec: what the engine keeps of a token in a layer, or that for each layer's name.
         layout, opaque_tag: as in `describe_layers`.
 
@@ -33,8 +34,8 @@ class Caches:
 
     def __init__(
         self,
+        config: Config,
         platform: Platform,
-        chunk_size: int,
         spec: KVSpec | Mapping[str, KVSpec],
         layout: str | None = None,
         opaque_tag: str | None = None,
@@ -42,7 +43,7 @@ class Caches:
         self.platform = platform
         self.layers: Sequence[PagedLayer] = ()
         self.layer_of: dict[str | int, int] = {}
-        self._chunk_size = chunk_size
+        self._config = config
         self._spec = spec
         self._layout = layout
         self._opaque_tag = opaque_tag
@@ -70,7 +71,7 @@ class Caches:
     @property
     def page_bytes(self) -> int:
         """Bytes of the largest layer's page."""
-        return max(layer.page_bytes(self._chunk_size) for layer in self.layers)
+        return max(layer.page_bytes(self._config.chunk_size) for layer in self.layers)
 
     @property
     def tokens_per_row(self) -> int:

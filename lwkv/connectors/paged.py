@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 
-from lwkv.config import Config
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
 from lwkv.connectors.plan import Cut, Plan
@@ -15,8 +13,6 @@ from lwkv.connectors.saver import Save, Saver
 from lwkv.connectors.upload import Table, Uploads
 from lwkv.errors import ConfigError
 from lwkv.kernels import Rows, choose_kernels
-from lwkv.layout import KVSpec
-from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.timeline import Timeline
@@ -30,25 +26,10 @@ class PagedConnector(Loader):
 
     `register` comes first, then `start`; both are for the engine's start, not for a request. One thread at a
     time; only `leave_load`, `leave_save`, `end_load` and `end_save` may come from another one meanwhile.
-
-    Args:
-        config: chunk size and staging.
-        platform, spec, layout, opaque_tag: as in Caches.
     """
 
     name = "paged"
-
-    def __init__(
-        self,
-        config: Config,
-        platform: Platform,
-        spec: KVSpec | Mapping[str, KVSpec],
-        layout: str | None = None,
-        opaque_tag: str | None = None,
-    ) -> None:
-        super().__init__(platform, config.chunk_size, spec, layout, opaque_tag)
-        self._config = config
-        self._running = False
+    _running = False
 
     def start(self, pool: HostPool, timeline: Timeline | None = None) -> None:
         """Take streams and staging memory, and compile the kernels, which takes a second or two.
@@ -65,7 +46,7 @@ class PagedConnector(Loader):
             )
         timeline = timeline or Timeline(self.platform, self.device, on=False)
         buffers, buffer_bytes = self._config.staging_buffers, self._buffer_bytes()
-        self._cut = Cut(self.layers, self._chunk_size, buffer_bytes // self.page_bytes)
+        self._cut = Cut(self.layers, self._config.chunk_size, buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
         self.kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lwkv.config import Config
 from lwkv.connectors import caches
 from lwkv.connectors.caches import Caches
 from lwkv.errors import LayoutError
@@ -31,7 +32,7 @@ def tensors_for(hold: Any) -> list[torch.Tensor]:
 
 @pytest.fixture
 def registered() -> Caches:
-    return Caches(CPU(), 4, KVSpec(2, 1, 1))
+    return Caches(Config(chunk_size=4), CPU(), KVSpec(2, 1, 1))
 
 
 @pytest.fixture
