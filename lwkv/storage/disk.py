@@ -17,7 +17,7 @@ from lwkv.config import Config
 from lwkv.counters import Counters
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, LayerKey
-from lwkv.storage.disk_folder import Draft, Folder
+from lwkv.storage.disk_folder import NO_FILE, Draft, Folder
 from lwkv.storage.disk_format import BadFileError, FileForm, Header, checksum, pack, unpack
 from lwkv.storage.disk_headers import Headers
 from lwkv.storage.disk_io import (
@@ -126,13 +126,16 @@ class DiskTier:
             self._folder.set_aside(text, error.reason, str(error))
             return Status.MISS
         except OSError as error:
+            if self._folder.size_of(text) == NO_FILE:
+                self._folder.set_aside(text, "foreign", "it is no ordinary file")
+                return Status.MISS
             if error.errno != errno.EIO:
                 raise
             self._counters.add("disk_io_errors")
             return Status.ERROR
 
     def _fill(self, key: str, layer: int, page: torch.Tensor) -> Status:
-        file = self._open(key)
+        file = open_to_read(self._folder.chunk_path(key), self._folder.direct)
         try:
             header = self._headers.get(key) or self._read_header(file, key)
             if layer >= len(header.layers):
@@ -147,14 +150,6 @@ class DiskTier:
             return Status.OK
         finally:
             os.close(file)
-
-    def _open(self, key: str) -> int:
-        try:
-            return open_to_read(self._folder.chunk_path(key), self._folder.direct)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise BadFileError("foreign", "it is a link") from error
-            raise
 
     def _read_header(self, file: int, key: str) -> Header:
         header = unpack(read_bytes(file, self._form.header_bytes))

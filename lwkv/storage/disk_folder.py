@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_SUFFIX = ".kv"
 BAD_SUFFIX = ".bad"
+NO_FILE = -1
 RESCAN_S = 30.0
 TOUCH_S = 10.0
 SET_ASIDE_S = 1.0
@@ -112,7 +113,7 @@ class Folder:
         return os.path.join(self.path, key + CHUNK_SUFFIX)
 
     def size_of(self, key: str) -> int | None:
-        """The bytes of a chunk's file, whoever wrote it; -1 if it is no file, None if there is none."""
+        """The bytes of a chunk's file, whoever wrote it; NO_FILE for another thing, None for nothing."""
         try:
             found = os.stat(self.chunk_path(key), follow_symlinks=False)
         except FileNotFoundError:
@@ -120,7 +121,7 @@ class Folder:
                 self._files.pop(key + CHUNK_SUFFIX, None)
             return None
         if not stat.S_ISREG(found.st_mode):
-            return -1
+            return NO_FILE
         with self._lock:
             self._files.setdefault(key + CHUNK_SUFFIX, Use(found.st_mtime, found.st_mtime))
         return found.st_size
@@ -182,31 +183,44 @@ class Folder:
 
     def set_aside(self, key: str, reason: str, text: str) -> None:
         """Give a chunk's file a name that nobody looks for; it is the next one to be removed."""
-        name, bad = key + CHUNK_SUFFIX, key + BAD_SUFFIX
-        with suppress(OSError), locked(self.path, SET_ASIDE_S) as lock:
-            with suppress(FileNotFoundError):
-                former = os.stat(os.path.join(self.path, bad), follow_symlinks=False).st_size
-                os.unlink(os.path.join(self.path, bad))
-                lock.used -= former
-            os.rename(os.path.join(self.path, name), os.path.join(self.path, bad))
-            with self._lock:
-                self._files.pop(name, None)
-                self._files[bad] = Use(0.0, 0.0)
-                self._files.move_to_end(bad, last=False)
-            self._counters.add(f"disk_{reason}")
-            log.warning("tier disk: %s is set aside as %s: %s", os.path.join(self.path, name), bad, text)
+        path, bad = self.chunk_path(key), key + BAD_SUFFIX
+        self._counters.add(f"disk_{reason}")
+        try:
+            with locked(self.path, SET_ASIDE_S) as lock:
+                self._rename_to_bad(lock, path, bad)
+        except OSError as error:
+            log.warning("tier disk: %s cannot be set aside (%s): %s", path, text, error)
+        else:
+            log.warning("tier disk: %s is set aside as %s: %s", path, bad, text)
+
+    def _rename_to_bad(self, lock: FolderLock, path: str, bad: str) -> None:
+        bad_path = os.path.join(self.path, bad)
+        with suppress(FileNotFoundError):
+            former = os.stat(bad_path, follow_symlinks=False).st_size
+            os.unlink(bad_path)
+            lock.used -= former
+        os.rename(path, bad_path)
+        with self._lock:
+            self._files.pop(os.path.basename(path), None)
+            self._files[bad] = Use(0.0, 0.0)
+            self._files.move_to_end(bad, last=False)
 
     def _new_draft(self, key: str, num_bytes: int) -> Draft:
         path = os.path.join(self.path, f"{key}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
         with locked(self.path, self._timeout_s) as lock:
             if not self._make_room(lock, num_bytes):
                 raise OSError(errno.ENOSPC, f"max_local_disk_size of {self._max_bytes} bytes is taken", path)
-            file = create(path, self.direct)
-            # Whoever finds the file from here on finds it with an owner and in its full size.
-            own(file)
-            os.ftruncate(file, num_bytes)
+            draft = Draft(key, path, create(path, self.direct), num_bytes)
+            try:
+                # Whoever finds the file from here on finds it with an owner and in its full size.
+                own(draft.file)
+                os.ftruncate(draft.file, num_bytes)
+            except OSError:
+                os.close(draft.file)
+                os.unlink(path)
+                raise
             lock.used += num_bytes
-        return Draft(key, path, file, num_bytes)
+        return draft
 
     def _begin_with_less(self, key: str, num_bytes: int) -> Draft:
         """The file system is full before `max_bytes` are reached: remove as much as is needed, then try."""
@@ -224,11 +238,16 @@ class Folder:
         return draft
 
     def _make_room(self, lock: FolderLock, num_bytes: int) -> bool:
-        if self._is_full(lock, num_bytes) and self._clock() - self._scanned_at > RESCAN_S:
-            self._scan(lock)
+        scanned = False
         while self._is_full(lock, num_bytes):
-            if not self._remove_oldest(lock):
-                return False
+            if not scanned and (lock.used < 0 or self._clock() - self._scanned_at > RESCAN_S):
+                self._scan(lock)
+                scanned = True
+            elif not self._remove_oldest(lock):
+                if scanned:
+                    return False
+                self._scan(lock)
+                scanned = True
         return True
 
     def _is_full(self, lock: FolderLock, num_bytes: int) -> bool:
@@ -250,7 +269,7 @@ class Folder:
                         self._files[name] = Use(found.st_mtime, found.st_mtime)
                     continue
                 os.unlink(path)
-            except FileNotFoundError:
+            except (FileNotFoundError, IsADirectoryError):
                 continue
             lock.used -= found.st_size
             self._counters.add("disk_evicted")

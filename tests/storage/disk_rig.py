@@ -1,0 +1,78 @@
+"""A folder of chunk files, and disk tiers on it, each as another process would open one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from storage.places import make_setup, open_only
+from storage.rig import NUM_LAYERS, PAGE_BYTES
+from storage.tier_calls import layer_keys, load
+
+from lwkv.counters import Counters
+from lwkv.keys import ChunkKey
+from lwkv.storage import Status
+from lwkv.storage.disk import DiskTier
+from lwkv.storage.disk_format import FileForm
+from lwkv.storage.disk_lock import used_in
+
+FORM = FileForm(NUM_LAYERS, PAGE_BYTES, "canonical")
+_GIB = 1 << 30
+
+
+class DiskRig:
+    """`open` makes a tier with room for `room` chunks; `counters` has what all of them count."""
+
+    def __init__(self, folder: Path, room: int = 8) -> None:
+        self.folder = folder
+        self.room = room
+        self.counters = Counters()
+        self._tiers: list[DiskTier] = []
+
+    def open(self, room: int | None = None) -> DiskTier:
+        tier = open_disk(self.folder, room or self.room, self.counters)
+        self._tiers.append(tier)
+        return tier
+
+    def path(self, chunk: ChunkKey) -> Path:
+        return self.folder / f"{chunk.to_string()}.kv"
+
+    def names(self) -> list[str]:
+        """The files that lwkv made, but for its lock."""
+        return sorted(name for name in os.listdir(self.folder) if not name.startswith("."))
+
+    def used(self) -> int:
+        """What is taken by files; what is counted must be the same."""
+        used = sum((self.folder / name).lstat().st_size for name in self.names())
+        assert used_in(str(self.folder)) == used
+        return used
+
+    def is_whole(self, tier: DiskTier, chunk: ChunkKey) -> bool:
+        statuses = load(tier, layer_keys(chunk, range(NUM_LAYERS)))
+        assert statuses in ([Status.OK] * NUM_LAYERS, [Status.MISS] * NUM_LAYERS)
+        return statuses[0] is Status.OK
+
+    def close(self) -> None:
+        for tier in self._tiers:
+            tier.close()
+
+
+def open_disk(folder: Path, room: int, counters: Counters | None = None) -> DiskTier:
+    """Open a tier with room for `room` chunks of the tests."""
+    setup = replace(make_setup(PAGE_BYTES, NUM_LAYERS), counters=counters or Counters())
+    size = (room * FORM.file_bytes + 1) / _GIB
+    tier = open_only(setup, local_disk=str(folder), max_local_disk_size=size)
+    assert isinstance(tier, DiskTier)
+    return tier
+
+
+@contextmanager
+def opened(folder: Path, room: int = 8) -> Iterator[DiskRig]:
+    rig = DiskRig(folder, room)
+    try:
+        yield rig
+    finally:
+        rig.close()
