@@ -28,7 +28,7 @@ from lwkv.platforms import Platform
 from lwkv.pool import HostPool
 from lwkv.registered import Registration
 from lwkv.request import CheckedRequest, Chunking, Request, as_salts, check_loads, check_stores
-from lwkv.retrieval import BatchRetrieval, LoadSettings
+from lwkv.retrieval import BatchRetrieval
 from lwkv.storage import StorageManager, Tier, TierSetup
 from lwkv.storage.tiers import open_tiers
 from lwkv.storing import BatchStoring
@@ -52,7 +52,6 @@ class CacheEngine:
 
     Attributes:
         namespace: what all keys begin with: everything that changes the bytes of a page.
-        load_settings: how its batches load.
 
     Raises:
         ConfigError: settings that cannot work for these caches, such as a tier that does not exist or a dtype
@@ -98,13 +97,13 @@ class CacheEngine:
             keep_in_host=config.local_cpu,
             write_back=config.write_policy == "write_back",
         )
-        self.load_settings = LoadSettings(
-            config.lookahead_layers, config.prefetch_layers, config.load_timeout_s
-        )
         self._closed = False
         self._ended = False
         connector.start(self._pool, timeline)
         self._completions = Completions(self._counters, use_device)
+        self._parts = EngineParts(
+            config, self._memo.of, self._storage, connector, self._completions, self._counters
+        )
         weakref.finalize(self, self._completions.close).atexit = False
         log.info("%s", self._describe())
         if unused := without_effect(config):
@@ -173,7 +172,7 @@ class CacheEngine:
             ClosedError: the engine is closed.
         """
         requests = self._check(check_loads, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
-        return retrieve_steps(self._retrieval(requests), sync, itemgetter(0))
+        return retrieve_steps(BatchRetrieval(requests, self._parts), sync, itemgetter(0))
 
     def store_layer(
         self,
@@ -197,7 +196,7 @@ class CacheEngine:
         Args and Raises: as for `retrieve_layer`.
         """
         requests = self._check(check_stores, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
-        return store_steps(BatchStoring(requests, self.parts(), sync))
+        return store_steps(BatchStoring(requests, self._parts, sync))
 
     def retrieve_batch(
         self, requests: Sequence[Request], sync: bool = True
@@ -206,11 +205,11 @@ class CacheEngine:
 
         Two of them may share the slots of a prefix that is the same in both, and no others.
         """
-        return retrieve_steps(self._retrieval(self._check(check_loads, requests)), sync, list)
+        return retrieve_steps(BatchRetrieval(self._check(check_loads, requests), self._parts), sync, list)
 
     def store_batch(self, requests: Sequence[Request], sync: bool = True) -> Generator[None, None, None]:
         """As `store_layer`, for several requests merged into one transfer a layer."""
-        return store_steps(BatchStoring(self._check(check_stores, requests), self.parts(), sync))
+        return store_steps(BatchStoring(self._check(check_stores, requests), self._parts, sync))
 
     def retrieve(self, tokens: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
         """Load all layers at once, in front of the current stream's next work; arguments as above."""
@@ -285,13 +284,10 @@ class CacheEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _retrieval(self, requests: Sequence[CheckedRequest]) -> BatchRetrieval:
-        return BatchRetrieval(requests, self.parts(), self.load_settings)
-
     def parts(self) -> EngineParts:
         """What a batch works with, for whoever makes batches of other keys. Raises ClosedError."""
         self._require_open()
-        return EngineParts(self._memo.of, self._storage, self.connector, self._completions, self._counters)
+        return self._parts
 
     def _check(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lwkv.completions import Completions
+from lwkv.config import Config
 from lwkv.connectors.paged import PagedConnector
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
@@ -15,10 +17,15 @@ from lwkv.storage import StorageManager
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """One engine's parts for its batches; `keys_of` gives the key of every chunk of a request."""
+    """One engine's parts for its batches; `keys_of` gives the key of every chunk of a request.
 
+    The deadline of a layer, `config.load_timeout_s` by `clock`, begins when the tiers are asked for it.
+    """
+
+    config: Config
     keys_of: Callable[[CheckedRequest], list[ChunkKey]]
     storage: StorageManager
     connector: PagedConnector
     completions: Completions
     counters: Counters
+    clock: Callable[[], float] = time.monotonic

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -28,19 +27,6 @@ log = logging.getLogger(__name__)
 
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 BeginLoad: TypeAlias = Callable[[Transfer, Int64s | None], Load]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSettings:
-    """What of the configuration decides how loads run, in layers and seconds.
-
-    `timeout_s` is for each layer, from when the tiers are asked for it.
-    """
-
-    lookahead_layers: int
-    prefetch_layers: int
-    timeout_s: float
-    clock: Callable[[], float] = field(default=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,14 +54,13 @@ class BatchRetrieval:
         self,
         requests: Sequence[CheckedRequest],
         engine: EngineParts,
-        settings: LoadSettings,
         begin_load: BeginLoad | None = None,
     ) -> None:
         self.num_layers = engine.connector.num_layers
         self._requests = requests
         self._engine = engine
         self._connector = engine.connector
-        self._settings = settings
+        self._config = engine.config
         self._begin_load = begin_load or engine.connector.begin_load
         self._parts: list[Part] = []
         self._load: Load | None = None
@@ -170,7 +155,7 @@ class BatchRetrieval:
         except DEVICE_FAILURES as error:
             self._give_up(error)
         if self._known is None:
-            self._ask_up_to(self._settings.prefetch_layers)
+            self._ask_up_to(self._config.prefetch_layers)
 
     def _go_on(self, work: Callable[..., None], *layer: int) -> None:
         """Do some of the load, if there is one."""
@@ -183,9 +168,9 @@ class BatchRetrieval:
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
         if self._known is None:
-            self._ask_up_to(self._wanted + self._settings.prefetch_layers)
+            self._ask_up_to(self._wanted + self._config.prefetch_layers)
         # The copies of the first layers are under way, and the model is still to be launched.
-        ahead = self._settings.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
+        ahead = self._config.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
         last = min(self._wanted + ahead, self.num_layers - 1)
         while self._queued <= last and self._is_there(self._queued):
             self._queue_next(load)
@@ -200,7 +185,7 @@ class BatchRetrieval:
 
     def _ask_up_to(self, layer: int) -> None:
         layers = range(len(self._futures), min(layer + 1, self.num_layers))
-        self._deadlines += [self._settings.clock() + self._settings.timeout_s] * len(layers)
+        self._deadlines += [self._engine.clock() + self._config.load_timeout_s] * len(layers)
         asked = [self._engine.storage.layerwise_batched_get(part.hold, layers) for part in self._parts]
         self._futures += map(list, zip(*asked, strict=True))
 
@@ -235,7 +220,7 @@ class BatchRetrieval:
     def _pages(self, layer: int) -> Int64s:
         futures = self._futures[layer]
         if not all(future.done() for future in futures):
-            wait(self._needed(futures), waitable(self._deadlines[layer] - self._settings.clock()))
+            wait(self._needed(futures), waitable(self._deadlines[layer] - self._engine.clock()))
         return np.concatenate(
             [
                 future.result().pages if future.done() else part.hold.host_pages(layer)

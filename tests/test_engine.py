@@ -671,7 +671,7 @@ def test_the_deadline_of_a_layer_counts_from_when_it_was_asked_for(
     """However long the model took for the layers before."""
     now = [0.0]
     with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=12, prefetch_layers=0) as engine:
-        engine.load_settings = replace(engine.load_settings, clock=lambda: now[0])
+        engine._parts = replace(engine._parts, clock=lambda: now[0])
         record = lwkv.retrieval.wait
 
         def answer(futures: Any, timeout: float) -> None:

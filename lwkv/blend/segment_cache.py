@@ -116,8 +116,7 @@ class SegmentCache:
             return self.connector.begin_load(transfer, pages, shifts.of(transfer))
 
         requests = [load.request for load in loads]
-        settings = self.engine.load_settings
-        return retrieve_steps(BatchRetrieval(requests, parts, settings, begin_load), True, list)
+        return retrieve_steps(BatchRetrieval(requests, parts, begin_load), True, list)
 
     def store(
         self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()
