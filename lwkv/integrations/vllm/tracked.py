@@ -53,7 +53,7 @@ class Tracked:
         """For each rank the keys of all chunks of the first `num_tokens` tokens, and maybe of more."""
         if self._lacks(num_tokens) or not self._keys:
             self._ids = token_ids(self.request, num_tokens)
-            self._keys = index.keys(self._ids, self.salts)
+            self._keys = index.keys(self._ids[: int(self._ends(num_tokens)[-1])], self.salts)
         return self._keys
 
     def hit(self, index: ChunkIndex, block_size: int) -> int:

@@ -122,6 +122,13 @@ class Engine:
         while engine.has_unfinished_requests():
             engine.step()
 
+    def evict_all(self) -> None:
+        """Empty lwkv's host memory, as others' chunks would push all out."""
+        engine = self.worker.engine
+        assert engine.flush()
+        host = engine.parts().storage.host
+        assert host.evict(host.evictable())
+
     def at_rest(self) -> None:
         """Check that the worker holds nothing: no pin, no store under way, no page but those of chunks."""
         engine = self.worker.engine

@@ -1,0 +1,134 @@
+"""What cannot be loaded is computed: the same answers, nothing wrong stored, and an end to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from integrations.vllm.reference import Elsewhere
+from integrations.vllm.rig import Engine, assert_same, prompt, started, with_lwkv
+
+NUM_LAYERS = 4
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "with vLLM's prefix cache"])
+def shared(llama: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with started(llama, enable_prefix_caching=request.param, **with_lwkv()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    shared.forget()
+    shared.new_hits()
+    yield shared
+    shared.at_rest()
+
+
+@pytest.fixture
+def break_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Makes the next `times` loads of a layer fail on the device."""
+    connector = engine.worker.engine.connector
+    load_layer = connector.load_layer
+
+    def breaks(layer: int, times: int) -> None:
+        left = [times]
+
+        def failing(load: object, number: int, *rest: object) -> None:
+            if number == layer and left[0] > 0:
+                left[0] -= 1
+                raise RuntimeError("the device fails")
+            load_layer(load, number, *rest)
+
+        monkeypatch.setattr(connector, "load_layer", failing)
+
+    return breaks
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Of these the first two will be cached, the second only in front; the last two begin alike."""
+    return [
+        prompt(seed, 300),
+        prompt(seed + 1, 200) + prompt(seed + 2, 100),
+        prompt(seed + 3, 250),
+        prompt(seed, 256) + prompt(seed + 4, 100),
+    ]
+
+
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_layer_that_fails_costs_time_and_nothing_else(
+    engine: Engine, plain: Elsewhere, break_layer: Callable[[int, int], None], layer: int
+) -> None:
+    prompts = prompts_of(1000 + 10 * layer)
+    engine.ask([prompts[0], prompts[1][:200]])
+    engine.forget()
+    break_layer(layer, 1)
+    assert_same(engine.ask(prompts), plain.ask(prompts))
+    assert engine.worker.engine.stats()["load_failures"] > 0
+    # What was stored since is right, and is found.
+    engine.forget()
+    engine.new_hits()
+    answers = engine.ask(prompts)
+    assert_same(answers, plain.ask(prompts))
+    assert [answer.cached for answer in answers] == [256, 256, 192, 320]
+    assert engine.new_hits() >= 256 + 256 + 192
+
+
+def test_a_load_that_always_fails_is_not_tried_for_ever(
+    engine: Engine, plain: Elsewhere, break_layer: Callable[[int, int], None]
+) -> None:
+    prompts = [prompt(1100, 300)]
+    engine.ask(prompts)
+    engine.forget()
+    break_layer(1, 1000)
+    assert_same(engine.ask(prompts), plain.ask(prompts))
+
+
+def test_chunks_that_are_evicted_between_the_lookup_and_the_load_are_computed(
+    engine: Engine, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt(1200, 300), prompt(1201, 150)]
+    engine.ask(prompts[:1])
+    engine.forget()
+    engine.new_hits()
+    begin = engine.worker.begin
+
+    def evicts_first(orders: object) -> None:
+        monkeypatch.undo()
+        engine.evict_all()
+        begin(orders)
+
+    monkeypatch.setattr(engine.worker, "begin", evicts_first)
+    assert_same(engine.ask(prompts), plain.ask(prompts))
+    engine.forget()
+    engine.new_hits()
+    assert_same(engine.ask(prompts), plain.ask(prompts))
+    assert engine.new_hits() == 256 + 128
+
+
+def test_nothing_is_stored_of_a_step_whose_hooks_did_not_come(
+    engine: Engine, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a graph is replayed that was captured without them."""
+    prompts = [prompt(1300, 300), prompt(1301, 150)]
+    engine.ask(prompts[:1])
+    engine.forget()
+    worker = engine.worker
+    begin = worker.begin
+
+    def deaf(orders: object) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(worker, "wait_for_layer", lambda name: None)
+        monkeypatch.setattr(worker, "save_layer", lambda name: None)
+        monkeypatch.setattr(worker, "begin", hears_again)
+        begin(orders)
+
+    def hears_again(orders: object) -> None:
+        monkeypatch.undo()
+        begin(orders)
+
+    monkeypatch.setattr(worker, "begin", deaf)
+    assert_same(engine.ask(prompts), plain.ask(prompts))
+    engine.forget()
+    assert_same(engine.ask(prompts), plain.ask(prompts))
