@@ -134,9 +134,10 @@ class ValkeyTier:
         try:
             lengths = client.get(names, [page, seal])
         except RefusedError:
-            if client.length(names[0]) == len(page):
+            found = client.lengths(names)
+            if found[0] <= len(page) and found[1] <= len(seal):
                 raise
-            lengths = [-1, 0]
+            lengths = list(found)
         if None in lengths:
             return self._drop(client, key, "valkey_vanished")
         if lengths[0] != len(page) or seal[: lengths[1]] != seal_of(key, page):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ class ValkeyAddress:
     timeout_s: float
     connect_timeout_s: float
     database: int | None
-    authorities: bytes | None
-    identity: tuple[bytes, bytes] | None
+    authorities: bytes | None = field(repr=False)
+    identity: tuple[bytes, bytes] | None = field(repr=False)
 
 
 def read_address(text: str) -> ValkeyAddress:
@@ -150,10 +150,10 @@ class ValkeyClient:
         with self._errors():
             self._client.mset(values)
 
-    def length(self, key: str) -> int:
-        """The length of a value in bytes; 0 where there is none."""
+    def lengths(self, keys: Sequence[str]) -> list[int]:
+        """The length of each value in bytes; 0 where there is none."""
         with self._errors():
-            return int(self._client.strlen(key))
+            return [int(self._client.strlen(key)) for key in keys]
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove values that may be there. All keys have the same hash tag."""

@@ -56,10 +56,7 @@ def test_without_login_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_are_read_as_what_they_are() -> None:
-    url = parse_remote_url("redis://here?cluster=no&timeout_s=0.5&segment_gib=1.5", 1, OPTIONS)
-    assert url.flag("cluster", True) is False
-    assert url.seconds("timeout_s", 2) == 0.5
-    assert url.gib("segment_gib", 0) == 3 << 29
+    assert read_all("redis://here?cluster=no&timeout_s=0.5&segment_gib=1.5") == (False, 0.5, 3 << 29)
     bare = parse_remote_url("redis://here", 1, OPTIONS)
     assert (bare.flag("cluster", True), bare.seconds("timeout_s", 2), bare.gib("segment_gib", 0)) == (
         True,
@@ -86,6 +83,10 @@ def test_options_are_read_as_what_they_are() -> None:
 )
 def test_what_cannot_be_used_is_refused_by_name(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match="remote_url") as refused:
-        url = parse_remote_url(text, 1, OPTIONS)
-        url.flag("cluster", False), url.seconds("timeout_s", 1), url.gib("segment_gib", 0)
+        read_all(text)
     assert told in str(refused.value)
+
+
+def read_all(text: str) -> tuple[bool, float, int]:
+    url = parse_remote_url(text, 1, OPTIONS)
+    return url.flag("cluster", False), url.seconds("timeout_s", 1), url.gib("segment_gib", 0)
