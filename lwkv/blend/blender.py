@@ -38,7 +38,7 @@ class Blended:
         num_known: leading tokens that were in place or loaded as an ordinary prefill had stored them.
         num_reused: tokens of segments that were loaded, of which `num_chosen` were computed again.
         num_computed: tokens that were in no cache.
-        share: the part of the reused tokens that was to be computed again.
+        share: the part of the reused tokens that was to be computed again; 0 where none was reused.
     """
 
     logits: Tensor
@@ -99,17 +99,27 @@ class Blender:
         )
         self._compile()
 
-    def missing(self, request: BlendRequest) -> list[Segment]:
-        """The segments of a prompt that are not wholly cached."""
-        prompt = self._checked(request)
-        return [part for part in prompt.segments if self._num_cached(prompt, part) < part.end - part.start]
+    def missing(
+        self, tokens: TokenIds, segments: Sequence[tuple[int, int]], salts: Sequence[str] = ()
+    ) -> list[Segment]:
+        """Those of a prompt's segments that are not wholly cached."""
+        ids = as_token_ids(tokens)
+        parts = [Segment(*segment) for segment in segments]
+        return [
+            part
+            for part in parts
+            if self.segments.num_cached(ids[part.start : part.end], salts) < part.end - part.start
+        ]
+
+    def num_encoded(self, num_tokens: int) -> int:
+        """How many slots `encode` needs for a segment of so many tokens."""
+        return len(self.segments.shared_prefix) + num_tokens
 
     def encode(self, tokens: TokenIds, slots: Any, salts: Sequence[str] = ()) -> None:
         """Compute one segment alone, behind the shared prefix, and store it under its own content.
 
         Args:
-            slots: int64 (len(shared_prefix) + len(tokens),), free ones;
-                they are free again behind the work queued here.
+            slots: int64 (num_encoded(len(tokens)),), free ones; free again behind the work queued here.
         """
         prefix = np.array(self.segments.shared_prefix, np.int64)
         ids = as_token_ids(tokens)
@@ -186,7 +196,14 @@ class Blender:
         ).run()
         self._shares.note(work, computed.row_layers, pace)
         return [
-            Blended(logits, layout.known, len(layout.candidates), chosen, len(layout.always), decision.share)
+            Blended(
+                logits,
+                layout.known,
+                len(layout.candidates),
+                chosen,
+                len(layout.always),
+                decision.share if layout.reused.any() else 0.0,
+            )
             for layout, logits, chosen in zip(layouts, computed.logits, computed.num_chosen, strict=True)
         ]
 
@@ -213,9 +230,6 @@ class Blender:
 
     def _checked(self, request: BlendRequest) -> CheckedBlend:
         return check_blend(request, self._connector.num_slots)
-
-    def _num_cached(self, prompt: CheckedBlend, part: Segment) -> int:
-        return self.segments.num_cached(prompt.ids[part.start : part.end], prompt.salts)
 
     def _loads(self, prompt: CheckedBlend, tried: int) -> list[SegmentLoad]:
         """What to ask the tiers for: the prefix, then what is left of the segments behind it."""

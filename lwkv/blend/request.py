@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
-from lwkv.request import as_salts
-from lwkv.token_ids import as_token_ids
+from lwkv.request import Chunking, Request, check_loads
+from lwkv.transfer import NO_SLOT
 
 
 class Segment(NamedTuple):
@@ -62,24 +60,18 @@ def check_blend(request: BlendRequest, num_slots: int) -> CheckedBlend:
         RequestError: no token; tokens that are no ids; slots of another number or kind, out of range, or
             given twice; segments that are empty, out of range or overlap; `num_local` that leaves no token.
     """
-    ids = as_token_ids(request.tokens).copy()
-    slots = np.array(request.slot_mapping)
-    if not len(ids):
+    whole = Request(request.tokens, request.slot_mapping, salts=request.salts)
+    (checked,) = check_loads([whole], num_slots, Chunking(1, partial=False))
+    if not len(checked.ids):
         raise RequestError("a prompt without a token cannot be computed; give one token at least")
-    if slots.shape != ids.shape or slots.dtype.kind not in "iu":
-        raise RequestError(f"slot_mapping is {slots.dtype} {slots.shape}; give a slot for each of {len(ids)}")
-    _check_slots(slots, num_slots)
-    if not 0 <= request.num_local < len(ids):
-        raise RequestError(f"num_local is {request.num_local}; allowed: 0 to {len(ids) - 1}")
-    segments = _check_segments(request.segments, len(ids))
-    return CheckedBlend(ids, slots.astype(np.int64), segments, request.num_local, as_salts(request.salts))
-
-
-def _check_slots(slots: Int64s, num_slots: int) -> None:
-    if int(slots.min()) < 0 or int(slots.max()) >= num_slots:
-        raise RequestError(f"slots are {slots.min()} to {slots.max()}; allowed: 0 to {num_slots - 1}")
-    if len(np.unique(slots)) < len(slots):
-        raise RequestError("a slot is given to two tokens of a prompt; each needs its own")
+    if int(checked.slots.min()) == NO_SLOT:
+        raise RequestError(
+            f"slot_mapping has {NO_SLOT}; every token of a prompt that is blended needs a slot"
+        )
+    if not 0 <= request.num_local < len(checked.ids):
+        raise RequestError(f"num_local is {request.num_local}; allowed: 0 to {len(checked.ids) - 1}")
+    segments = _check_segments(request.segments, len(checked.ids))
+    return CheckedBlend(checked.ids, checked.slots, segments, request.num_local, checked.salts)
 
 
 def _check_segments(segments: Sequence[tuple[int, int]], num_tokens: int) -> tuple[Segment, ...]:

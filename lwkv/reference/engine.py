@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lwkv.blend import Blender, BlendRequest
 from lwkv.errors import ConfigError, RequestError
 from lwkv.reference.batch import Part, build_batch
 from lwkv.reference.blocks import BlockAllocator
@@ -13,7 +14,7 @@ from lwkv.reference.cache import PagedCache
 from lwkv.reference.forward import LayerMark, forward, no_mark
 from lwkv.reference.hooks import KVSteps, NoCache, StepOutcome
 from lwkv.reference.model import Model
-from lwkv.reference.request import Answer, Prompt, RequestState
+from lwkv.reference.request import Answer, Prompt, RequestState, block_slots
 from lwkv.reference.scheduler import Limits, Lookup, Scheduler, Work
 
 
@@ -24,7 +25,9 @@ class ReferenceEngine:
         cache: of the model's shape, dtype and device.
         steps: the KV cache beside the engine.
         lookup: asked once a request for the cached prefix; None means that nothing is ever loaded.
-        mark: told of every layer's phases.
+        mark: told of every layer's phases, but not of those of prompts that are blended.
+        blender: on a cache engine of the same cache; None where the segments of prompts mean nothing.
+            Segments that were not cached are computed alone and stored once their prompt is answered.
 
     Raises:
         ConfigError: the cache's dtype or device is not the model's.
@@ -39,6 +42,7 @@ class ReferenceEngine:
         lookup: Lookup | None = None,
         limits: Limits | None = None,
         mark: LayerMark = no_mark,
+        blender: Blender | None = None,
     ) -> None:
         tensor = next(iter(cache.tensors.values()))
         if (tensor.dtype, tensor.device) != (model.dtype, model.device):
@@ -50,7 +54,10 @@ class ReferenceEngine:
         self.cache = cache
         self.allocator = BlockAllocator(cache.num_blocks)
         self._steps: KVSteps = NoCache() if steps is None else steps
-        self._scheduler = Scheduler(self.allocator, cache.block_size, limits or Limits(), lookup)
+        self._scheduler = Scheduler(
+            self.allocator, cache.block_size, limits or Limits(), lookup, blender is not None
+        )
+        self._blender = blender
         self._mark = mark
         self._num_submitted = 0
 
@@ -71,6 +78,9 @@ class ReferenceEngine:
 
     def step(self) -> dict[int, Answer]:
         """Run one forward pass if there is work; returns the answers that it finished, by request index."""
+        blends = self._scheduler.start_blends()
+        if blends:
+            return self._blend(blends)
         works = self._scheduler.plan()
         if not works:
             return {}
@@ -82,6 +92,29 @@ class ReferenceEngine:
         for work, num_present, token in zip(works, present, sampled, strict=True):
             if self._advance(work, num_present, outcome.stored, token):
                 finished[work.state.index] = work.state.answer()
+        return finished
+
+    def _blend(self, states: Sequence[RequestState]) -> dict[int, Answer]:
+        """Compute whole prompts over segments from anywhere; their decoding goes on as any other's."""
+        assert self._blender is not None
+        requests = [
+            BlendRequest(
+                state.tokens,
+                state.slots(len(state.tokens), self.cache.block_size),
+                state.prompt.segments,
+                state.prompt.num_local,
+                state.prompt.salts,
+            )
+            for state in states
+        ]
+        finished = {}
+        for state, blended in zip(states, self._blender.prefill(requests), strict=True):
+            state.num_computed = state.num_prompt
+            state.num_loaded = blended.num_known - state.prompt.num_local + blended.num_reused
+            state.num_prefilled = blended.num_chosen + blended.num_computed
+            state.num_steps += 1
+            if self._sample(state, int(blended.logits.argmax())):
+                finished[state.index] = state.answer()
         return finished
 
     def _run(self, works: Sequence[Work]) -> tuple[Tensor, StepOutcome]:
@@ -103,11 +136,32 @@ class ReferenceEngine:
         # After a failed load the step's KV and logits rest on garbage: the token is dropped, the rest redone.
         if not self._scheduler.complete(work, num_present, stored) or work.end < len(state.tokens):
             return False
+        return self._sample(state, token)
+
+    def _sample(self, state: RequestState, token: int) -> bool:
+        """Take a sampled token; True if the request is finished."""
         state.add(token)
         if not state.is_finished:
             return False
         self._scheduler.finish(state)
+        if state.is_blended:
+            self._encode(state.prompt)
         return True
+
+    def _encode(self, prompt: Prompt) -> None:
+        """Compute and store the segments of a prompt that are not cached, where blocks are free for them."""
+        assert self._blender is not None
+        for start, end in self._blender.missing(prompt.tokens, prompt.segments, prompt.salts):
+            num_tokens = self._blender.num_encoded(end - start)
+            num_blocks = -(-num_tokens // self.cache.block_size)
+            if num_blocks <= self.allocator.num_free:
+                blocks = self.allocator.take(num_blocks)
+                self._blender.encode(
+                    prompt.tokens[start:end],
+                    block_slots(blocks, num_tokens, self.cache.block_size),
+                    prompt.salts,
+                )
+                self.allocator.free(blocks)
 
 
 def _present(works: Sequence[Work], outcome: StepOutcome) -> list[int]:

@@ -17,7 +17,8 @@ class Prompt:
     Generation ends with a token of `stop_tokens`, which is part of the answer, or after `max_new_tokens`.
     `salts` keep its KV apart from that of equal tokens (an adapter's name, a tenant). With `num_local` the
     first tokens' KV is in `local_blocks` already, which then belong to the request. `keep_blocks` hands the
-    blocks over with the answer instead of freeing them.
+    blocks over with the answer instead of freeing them. `segments` are the parts, first token and end, that
+    an engine with a blender reuses wherever they stand.
     """
 
     tokens: Sequence[int]
@@ -27,6 +28,7 @@ class Prompt:
     num_local: int = 0
     local_blocks: Sequence[int] = ()
     keep_blocks: bool = False
+    segments: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class RequestState:
     num_prefilled: int = 0
     num_failed_loads: int = 0
     num_steps: int = 0
+    is_blended: bool = False
     submitted_s: float = field(default_factory=time.perf_counter)
     first_token_s: float = 0.0
 
@@ -81,8 +84,7 @@ class RequestState:
 
     def slots(self, count: int, block_size: int) -> Tensor:
         """Give the slots of the first `count` tokens: int64 (count,), CPU."""
-        positions = torch.arange(count)
-        return torch.tensor(self.blocks)[positions // block_size] * block_size + positions % block_size
+        return block_slots(self.blocks, count, block_size)
 
     def add(self, token: int) -> None:
         """Append a sampled token."""
@@ -104,3 +106,9 @@ class RequestState:
             total_s=time.perf_counter() - self.submitted_s,
             blocks=list(self.blocks) if self.prompt.keep_blocks else [],
         )
+
+
+def block_slots(blocks: Sequence[int], count: int, block_size: int) -> Tensor:
+    """Give the slots of `count` tokens that fill `blocks` in order: int64 (count,), CPU."""
+    positions = torch.arange(count)
+    return torch.tensor(blocks)[positions // block_size] * block_size + positions % block_size

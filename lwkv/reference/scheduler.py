@@ -54,15 +54,24 @@ class Limits:
 
 
 class Scheduler:
-    """First come, first served, prompts in parts. A request starts when its whole length has free blocks."""
+    """First come, first served, prompts in parts. A request starts when its whole length has free blocks.
+
+    With `blends`, those with segments are started by `start_blends` and computed at once.
+    """
 
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, limits: Limits, lookup: Lookup | None
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        limits: Limits,
+        lookup: Lookup | None,
+        blends: bool = False,
     ) -> None:
         self._allocator = allocator
         self._block_size = block_size
         self._limits = limits
         self._lookup = lookup
+        self._blends = blends
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []
 
@@ -99,11 +108,21 @@ class Scheduler:
             budget -= works[-1].end - works[-1].start
             if budget == 0:
                 return works
-        while budget > 0 and self._can_start():
+        while budget > 0 and self._can_start() and not self._is_to_blend():
             state = self._waiting.popleft()
             works.append(self._work(state, budget, hit=self._start(state)))
             budget -= works[-1].end - works[-1].start
         return works
+
+    def start_blends(self) -> list[RequestState]:
+        """Start the requests at the head of the queue that are to be blended; all of each is computed."""
+        states = []
+        while self._can_start() and self._is_to_blend():
+            state = self._waiting.popleft()
+            self._take_blocks(state)
+            state.is_blended = True
+            states.append(state)
+        return states
 
     def complete(self, work: Work, num_present: int, stored: bool) -> bool:
         """Note the end of a step; False if a load failed.
@@ -137,12 +156,19 @@ class Scheduler:
 
     def _start(self, state: RequestState) -> int:
         """Give the request its blocks; returns how many of its tokens the cache holds."""
+        self._take_blocks(state)
+        prompt = state.prompt
+        return self._lookup(prompt.tokens, prompt.salts) if self._lookup is not None else 0
+
+    def _is_to_blend(self) -> bool:
+        return self._blends and len(self._waiting[0].prompt.segments) > 0
+
+    def _take_blocks(self, state: RequestState) -> None:
         prompt = state.prompt
         missing = max(0, self._num_blocks(prompt) - len(prompt.local_blocks))
         state.blocks = [*prompt.local_blocks, *self._allocator.take(missing)]
         state.num_computed = prompt.num_local
         self._running.append(state)
-        return self._lookup(prompt.tokens, prompt.salts) if self._lookup is not None else 0
 
     def _work(self, state: RequestState, budget: int, hit: int) -> Work:
         # A fully cached prompt leaves its last token to compute: its logits are what is sampled.
@@ -165,6 +191,8 @@ class Scheduler:
         )
 
     def _store(self, state: RequestState, end: int) -> Request | None:
+        if state.is_blended:
+            return None  # its KV is no ordinary prefill's
         limit = end if self._limits.store_decode else min(end, state.num_prompt)
         offer = limit if limit == state.num_prompt else self._whole_chunks(limit)
         if offer <= state.num_offered:

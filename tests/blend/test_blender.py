@@ -128,11 +128,11 @@ def test_what_is_not_cached_is_computed_and_takes_nothing_of_the_budget(bench: B
     tokens, request = prompt([0, 1, 2])
     (found,) = blender.prefill([request])
     assert (found.num_reused, found.num_chosen, found.num_computed) == (8, 2, len(tokens) - 8)
-    assert blender.missing(request) == [request.segments[0], request.segments[2]]
+    assert blender.missing(tokens, request.segments) == [request.segments[0], request.segments[2]]
     bench.encode(blender, [DOCUMENTS[0], DOCUMENTS[2]])
     (found,) = blender.prefill([request])
     assert (found.num_reused, found.num_chosen, found.num_computed) == (42, 10, len(tokens) - 42)
-    assert blender.missing(request) == []
+    assert blender.missing(tokens, request.segments) == []
 
 
 def test_a_prefix_hit_in_front_is_exact_and_never_computed(bench: Bench) -> None:
@@ -183,9 +183,9 @@ def test_a_prompt_that_ends_with_a_segment_computes_its_last_token(bench: Bench)
 def test_segments_are_found_by_content_and_shared_prefix_alone(bench: Bench) -> None:
     blender = bench.blender()
     bench.encode(blender, DOCUMENTS[:1])
-    _, request = prompt([0])
-    assert blender.missing(request) == []
-    assert blender.missing(replace(request, salts=("lora",))) == [request.segments[0]]
-    assert bench.blender(shared_prefix=SHARED[:2]).missing(request) == [request.segments[0]]
+    tokens, request = prompt([0])
+    assert blender.missing(tokens, request.segments) == []
+    assert blender.missing(tokens, request.segments, ("lora",)) == [request.segments[0]]
+    assert bench.blender(shared_prefix=SHARED[:2]).missing(tokens, request.segments) == [request.segments[0]]
     assert bench.engine.lookup(DOCUMENTS[0]) == 0
     assert bench.engine.lookup([*SHARED, *DOCUMENTS[0]]) == 0
