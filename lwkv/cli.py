@@ -16,6 +16,7 @@ from lwkv.log_level import follow_log_level
 COMMANDS = {
     "doctor": ("lwkv.doctor", "Tell what is installed, which platform is used and why, how fast its link is"),
     "demo": ("lwkv.demo", "Run a small model with its KV cache loaded and saved layer by layer"),
+    "inspect": ("lwkv.inspect", "Tell what is in the folder of a disk tier, check it, clean it up"),
     "bench": ("lwkv.benchmarks.command", "Measure loads, saves and their overlap against the link itself"),
 }
 

@@ -76,7 +76,7 @@ def is_owned(path: str) -> bool:
 
 def own(file: int) -> None:
     """Mark a file as being written by this process, until its descriptor is closed."""
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX)  # waits only for somebody who looks whether it is owned
 
 
 def _try_lock(file: int) -> bool:
