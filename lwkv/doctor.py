@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from lwkv import __version__
 from lwkv.config_status import without_effect
 from lwkv.doctor_report import Report, lines
 from lwkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lwkv.config import Config
 
 _PACKAGES = ("torch", "numpy", "pydantic", "pyyaml")
 _DEMO = "pip install '.[demo]' in lwkv's folder"
@@ -52,27 +56,30 @@ def examine(override: str | None = None) -> Report:
     A setting, platform or torch that cannot be used is a fault in the report, not an error.
     """
     report = Report(_versions())
-    _examine_settings(report)
+    config = _examine_settings(report)
     try:
         device = import_module("lwkv.doctor_device")
     except (ImportError, OSError, RuntimeError) as error:
         report.faults.append(_no_torch(error))
     else:
         device.examine_platforms(report, override)
+        if config is not None:
+            import_module("lwkv.doctor_tiers").examine_tiers(report, config)
     report.advice.extend(_advice(report))
     return report
 
 
-def _examine_settings(report: Report) -> None:
+def _examine_settings(report: Report) -> Config | None:
     try:
         from lwkv.config import Config
 
-        unused = without_effect(Config.load())
+        config = Config.load()
     except (ConfigError, ImportError) as error:
         report.faults.append(f"the configuration cannot be used: {error}")
-        return
-    if unused:
+        return None
+    if unused := without_effect(config):
         report.advice.append(f"These settings have no effect yet: {', '.join(unused)}.")
+    return config
 
 
 def _no_torch(error: Exception) -> str:

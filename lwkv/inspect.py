@@ -117,12 +117,8 @@ def _clean(folder: Path, found: list[FileFound]) -> list[str]:
 
 def _lines(found: list[FileFound], removed: list[str], verified: bool) -> Iterator[str]:
     for file in found:
-        about = (
-            f"{file.num_layers} layers of {file.page_bytes} B, {file.page_format}" if file.num_layers else ""
-        )
-        told = f"FAULT: {file.fault}" if file.fault else about
         gone = " (removed)" if file.name in removed else ""
-        yield f"{file.num_bytes / 2**20:9.2f} MiB  {file.kind:21}  {file.name}  {told}{gone}".rstrip()
+        yield f"{file.num_bytes / 2**20:9.2f} MiB  {file.kind:21}  {file.name}  {_about(file)}{gone}".rstrip()
     whole = [file for file in found if file.kind == Kind.CHUNK.value and not file.fault]
     checked = "every byte as its checksum says" if verified else "checksums not compared: --verify does"
     yield f"{len(whole)} chunks, {sum(file.num_bytes for file in whole) / 2**30:.2f} GiB; {checked}"

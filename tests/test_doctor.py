@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -173,3 +174,31 @@ def test_the_link_is_measured_both_ways_and_keeps_the_bytes(nbytes: int) -> None
 def test_measuring_nothing_is_refused(nbytes: int, repeats: int) -> None:
     with pytest.raises(ValueError, match=f"at least 1, not {nbytes} and {repeats}"):
         measure_link(CPU(), torch.device("cpu"), nbytes, repeats)
+
+
+def use_disk(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("LWKV_LOCAL_DISK", str(folder))
+    monkeypatch.setenv("LWKV_MAX_LOCAL_DISK_SIZE", "2")
+
+
+def test_the_tiers_that_the_settings_name_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_disk(monkeypatch, tmp_path)
+    assert main(["doctor", "--platform", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Tier file://{tmp_path}" in shown
+    assert "0.00 of 2 GiB" in shown
+
+
+def test_a_tier_that_cannot_be_used_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_disk(monkeypatch, tmp_path / "missing")
+    (fault,) = doctor.examine("cpu").faults
+    assert fault.startswith(f"the tier file://{tmp_path}/missing cannot be used: local_disk:")
+
+
+def test_no_password_of_a_tier_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_REMOTE_URL", "nosuch://me:secret@host:1/0?token=secret")
+    (fault,) = doctor.examine("cpu").faults
+    assert fault.startswith("the tier nosuch://host:1/0 cannot be used: no tier for nosuch://...")
+    assert "secret" not in fault
