@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lwkv.kernels.protocol import Rows
+from lwkv.kernels.rotation import check_rotatable, rotate
 from lwkv.paged_layer import PagedLayer
 
 
@@ -37,16 +38,10 @@ class TorchKernels:
         place = _place(layer, rows)
         (cache, staged, numbers), *rest = _parts(layer, staging, rows)
         k = staged.index_select(0, numbers)
-        _rotate(k.view(layer.dtype), cos, sin, interleaved)
+        rotate(k.view(layer.dtype), cos, sin, interleaved)
         cache[place] = k
         for cache, staged, numbers in rest:
             cache[place] = staged.index_select(0, numbers)
-
-
-def check_rotatable(layer: PagedLayer) -> None:
-    """Raise ValueError unless the layer's bytes are known to be floats."""
-    if not layer.dtype.is_floating_point:
-        raise ValueError(f"layer {layer.name!r} is {layer.dtype}: only float caches can be rotated")
 
 
 def _place(layer: PagedLayer, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -59,21 +54,3 @@ def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> list[tuple[Tensor,
     whole_rows = staging.numel() // layer.row_bytes * layer.row_bytes
     staged = staging[:whole_rows].view(k.dtype).view(-1, *k.shape[2:])
     return [(k, staged, rows.k_rows), *([] if v is None else [(v, staged, rows.v_rows)])]
-
-
-def _rotate(k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Turn k, float (T, H, D), in place; tables as in `Kernels.scatter_rotated`."""
-    half = cos.shape[1]
-    first = k[..., 0 : 2 * half : 2] if interleaved else k[..., :half]
-    second = k[..., 1 : 2 * half : 2] if interleaved else k[..., half : 2 * half]
-    math = torch.float64 if k.dtype == torch.float64 else torch.float32
-    a, b, c, s = first.to(math), second.to(math), cos[:, None].to(math), sin[:, None].to(math)
-    turned = a * c - b * s, b * c + a * s
-    first.copy_(_fit(turned[0], k.dtype))
-    second.copy_(_fit(turned[1], k.dtype))
-
-
-def _fit(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # torch's cast makes NaN or infinity of what fp8 cannot hold; device kernels saturate.
-    limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit) if dtype.itemsize == 1 else x

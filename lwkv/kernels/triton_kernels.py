@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from lwkv.kernels import triton_source
+from lwkv.kernels import triton_rotation, triton_source
 from lwkv.kernels.protocol import Rows
-from lwkv.kernels.torch_kernels import check_rotatable
+from lwkv.kernels.rotation import check_rotatable
 from lwkv.paged_layer import PagedLayer
 
 # Elements of one program's tile of K: four 16-byte loads a thread, with 8-byte words and 128 threads.
@@ -122,7 +122,7 @@ def _make_rotated(layer: PagedLayer, key: Key, compiled: dict[Key, Any]) -> _Lau
     word = words.element_size() // k.element_size()
     across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
     views, constants = (k, words if v is None else v), (half, interleaved, word)
-    return _Launch(triton_source.scatter_rotated, layer, views, across, constants, key, compiled)
+    return _Launch(triton_rotation.scatter_rotated, layer, views, across, constants, key, compiled)
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...]) -> Any:
