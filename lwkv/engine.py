@@ -23,6 +23,7 @@ from lwkv.key_memo import KeyMemo
 from lwkv.keys import as_token_ids, make_namespace
 from lwkv.log_level import follow_log_level
 from lwkv.metadata import CacheMetadata
+from lwkv.metrics import prometheus_text
 from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
 from lwkv.pool import HostPool
@@ -257,6 +258,10 @@ class CacheEngine:
                 "page_references": self._pool.references,
             }
         )
+
+    def metrics(self, **labels: str) -> str:
+        """What `stats` tells, as text for Prometheus, with `labels` on every metric; the caller serves it."""
+        return prometheus_text(self.stats(), self._storage.tier_names, **labels)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Wait for what is in flight and give everything back; idempotent.

@@ -72,6 +72,7 @@ def test_what_is_evicted_from_host_memory_comes_back_from_disk(oracle: Oracle, t
         oracle.check()
         stats = engine.stats()
         assert (stats["disk_hits"], stats["disk_misses"], stats["host_hits"]) == (5, 0, 0)
+        assert 'lwkv_tier_hits_total{job="test",tier="disk"} 5\n' in engine.metrics(job="test")
 
 
 def test_written_back_chunks_are_on_disk_after_flush_and_after_close(oracle: Oracle, tmp_path: Path) -> None:
