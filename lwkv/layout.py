@@ -36,10 +36,6 @@ class Layout:
     tensors: int = 1
     mla: bool = False
 
-    def fits(self, tensors: Sequence[Tensor], spec: KVSpec) -> bool:
-        """Whether tensors of these shapes can be this layout; strides may still rule it out."""
-        return self.has_axes(tensors, spec) and not self.differences(tensors[0], spec)
-
     def has_axes(self, tensors: Sequence[Tensor], spec: KVSpec) -> bool:
         """Whether there are as many tensors as in this layout, with as many axes."""
         right = (self.mla, self.tensors, len(self.axes))
@@ -141,7 +137,8 @@ def _only_views(
     name: str, tensors: tuple[Tensor, ...], raw: list[Tensor], spec: KVSpec, layout: str | None
 ) -> Views:
     known = [entry for entry in LAYOUTS if layout in (None, entry.name)]
-    fitting = [entry for entry in known if entry.fits(raw, spec)]
+    differ = {entry: entry.differences(raw[0], spec) for entry in known if entry.has_axes(raw, spec)}
+    fitting = [entry for entry, differences in differ.items() if not differences]
     found = {_places(views): views for views in (entry.views(raw, spec) for entry in fitting)}
     if len(found) == 1:
         return found.popitem()[1]
@@ -150,15 +147,14 @@ def _only_views(
     else:
         says = f"is not {_list(known)}: correct the spec or the layout, or declare {_OPAQUE}"
     raise LayoutError(
-        f"{_nearest(name, raw, spec, known)}{picture(name, tensors)} with {spec} {says}. {_AXES}"
+        f"{'' if fitting else _nearest(name, differ)}{picture(name, tensors)} with {spec} {says}. {_AXES}"
     )
 
 
-def _nearest(name: str, tensors: list[Tensor], spec: KVSpec, known: Sequence[Layout]) -> str:
-    """The layout that differs in the fewest axes, and in which; nothing where one fits or all have others."""
-    differ = {entry: entry.differences(tensors[0], spec) for entry in known if entry.has_axes(tensors, spec)}
+def _nearest(name: str, differ: Mapping[Layout, list[str]]) -> str:
+    """The layout that differs in the fewest axes, and in which; nothing where none has these axes."""
     nearest = min(differ, key=lambda entry: len(differ[entry]), default=None)
-    if nearest is None or not differ[nearest]:
+    if nearest is None:
         return ""
     return f"layer {name!r} is nearest to {nearest}, but {' and '.join(differ[nearest])}. In full: "
 
