@@ -134,6 +134,7 @@ class ValkeyClient:
     def __init__(self, client: Any, glide: Any) -> None:
         self._client = client
         self._glide = glide
+        self._clustered = isinstance(client, glide.GlideClusterClient)
         self.usable = True
 
     def get(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[int | None]:
@@ -165,17 +166,19 @@ class ValkeyClient:
 
         All keys of a group have the same hash tag, and all groups the same server.
         """
-        glide = self._glide
-        clustered = isinstance(self._client, glide.GlideClusterClient)
-        batch: Any = (glide.ClusterBatch if clustered else glide.Batch)(is_atomic=False)
-        for group in groups:
-            batch.touch(list(group))
+        # In a cluster one by one: while a node is down the client takes whole batches, and commands of several
+        # slots, for those of that node, until they time out.
         with self._errors():
+            if self._clustered:
+                return [int(self._client.touch(list(group))) for group in groups]
+            batch: Any = self._glide.Batch(is_atomic=False)
+            for group in groups:
+                batch.touch(list(group))
             return [int(count) for count in self._client.exec(batch, raise_on_error=True) or []]
 
     def shards(self) -> list[Shard]:
         """Who serves which keys; one that has all of them where there is no cluster."""
-        if not isinstance(self._client, self._glide.GlideClusterClient):
+        if not self._clustered:
             return [Shard(0, "the server")]
         with self._errors():
             rows = self._client.custom_command(["CLUSTER", "SLOTS"])

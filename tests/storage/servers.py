@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import pytest
 from lwkv.errors import ConfigError
 from lwkv.storage.mooncake_client import import_mooncake
 from lwkv.storage.remote_url import parse_remote_url
+from lwkv.storage.shards import NUM_SLOTS
 
 LONG_S = 20.0
 REDIS_OPTIONS = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
@@ -62,6 +65,10 @@ class Server:
         self._folder = folder
         self._says = says
         self._process: subprocess.Popen[bytes] | None = None
+
+    def option(self, name: str) -> str:
+        """What its command says after `name`."""
+        return self._command[self._command.index(name) + 1]
 
     def start(self) -> None:
         """Start, and wait until it takes connections."""
@@ -123,6 +130,33 @@ def redis_server(program: str, folder: Path, *options: str) -> Server:
     """A Redis or Valkey server that keeps everything in memory."""
     port = free_port()
     return Server([program, "--port", str(port), *REDIS_OPTIONS, *options], port, folder)
+
+
+def redis_cluster(program: str, folder: Path, count: int) -> list[Server]:
+    """Servers that share the slots evenly, and go on with those that are left."""
+    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes", "--cluster-node-timeout", "1000")
+    full = ("--cluster-require-full-coverage", "no")
+    return [
+        redis_server(program, folder / f"{i}", *options, *full, "--cluster-port", str(free_port()))
+        for i in range(count)
+    ]
+
+
+def join_cluster(servers: Sequence[Server]) -> None:
+    """Have running servers of a cluster know each other, and wait until all do."""
+    first, ends = servers[0], [NUM_SLOTS * i // len(servers) for i in range(len(servers) + 1)]
+    bus = servers[0].option("--cluster-port")
+    for server, (begin, end) in zip(servers, pairwise(ends), strict=True):
+        tell(server, "CLUSTER", "ADDSLOTSRANGE", str(begin), str(end - 1))
+        tell(server, "CLUSTER", "MEET", "127.0.0.1", str(first.port), bus)
+    for server in servers:
+        wait_until(partial(_knows, server, len(servers)), "the cluster to be whole")
+
+
+def _knows(server: Server, count: int) -> bool:
+    told = tell(server, "CLUSTER", "INFO")
+    slots = tell(server, "CLUSTER", "SLOTS")
+    return b"cluster_state:ok" in told and slots.startswith(b"*%d\r\n" % count)
 
 
 def tell(server: Server, *words: str | bytes) -> bytes:
