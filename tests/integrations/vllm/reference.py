@@ -17,7 +17,7 @@ class Elsewhere:
     def __init__(self, model: Path, **arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, model, arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(child, model, arguments))
         self._process.start()
         child.close()
         self._known: dict[tuple[object, ...], Answer] = {}

@@ -48,6 +48,7 @@ class Engine:
 
     def __init__(self, model: Path, **arguments: Any) -> None:
         from vllm import LLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         defaults = {
             "model": str(model),
@@ -58,6 +59,8 @@ class Engine:
             "max_model_len": 2048,
             "disable_log_stats": False,
             "enforce_eager": True,
+            # The class: by its name, vLLM before 0.30 takes another one on the CPU.
+            "distributed_executor_backend": UniProcExecutor,
         }
         self.llm = LLM(**defaults | arguments)
         self._hits = 0

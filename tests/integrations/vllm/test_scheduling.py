@@ -44,7 +44,7 @@ def test_requests_that_are_preempted(llama: Path, plain: Elsewhere, own_cache: b
     }
     with started(llama, **arguments, **with_lwkv()) as engine:
         prompts = [prompt(220 + i, 190 + 20 * i) for i in range(4)]
-        assert ask_twice(engine, plain, prompts, 100) >= 4 * 192
+        assert ask_twice(engine, plain, prompts, 100) == 128 + 3 * 192
         assert engine.metric("vllm:num_preemptions") > 0
 
 
