@@ -17,7 +17,7 @@ STATUS = {
     "blend_check_layers": NO_EFFECT,
     "blend_min_tokens": NO_EFFECT,
     "blend_special_str": NO_EFFECT,
-    "save_decode_cache": NO_EFFECT,
+    "save_decode_cache": "used by the vLLM connector",
     "prefetch_layers": "used by tiers below host memory",
     "load_timeout_s": "used by tiers below host memory",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from lwkv.engine import CacheEngine
+from lwkv.integrations.vllm.below import open_below
 from lwkv.integrations.vllm.caches import Rank, describe, only_group
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.orders import StepOrders
@@ -21,6 +23,7 @@ from lwkv.integrations.vllm.settings import Settings, is_layerwise, read_setting
 from lwkv.integrations.vllm.versions import check_version
 from lwkv.integrations.vllm.worker import WorkerSide
 from lwkv.platforms import platform_for
+from lwkv.storage.tiers import tier_urls
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +134,8 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
     config, role = settings.config, vllm_config.kv_transfer_config
     spec = only_group(kv_cache_config).kv_cache_spec
     ranks = vllm_config.parallel_config.world_size
-    index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk)
+    below = partial(open_below, config) if tier_urls(config) else None
+    index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk, below)
     return SchedulerSide(
         config,
         Role(loads=role.is_kv_consumer, stores=role.is_kv_producer),

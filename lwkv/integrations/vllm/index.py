@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.platforms.protocol import Int64s
 
-Below: TypeAlias = Callable[[Sequence[ChunkKey]], Sequence[bool]]
 RankKeys: TypeAlias = "list[list[ChunkKey]]"
+
+
+class Below(Protocol):
+    """One rank's tiers below host memory."""
+
+    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """What is known of one rank: chunks in its host memory, and chunks that could not be loaded."""
+
+    info: RankInfo
+    below: Below | None
+    kept: set[bytes] = field(default_factory=set)
+    failed: set[bytes] = field(default_factory=set)
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks it can load, out of any tier."""
+        there = [key.hash in self.kept for key in keys]
+        if self.below is not None and not all(there):
+            asked = [i for i, key in enumerate(keys) if not there[i] and key.hash not in self.failed]
+            for i, found in zip(asked, self.below.contains([keys[i] for i in asked]), strict=True):
+                there[i] = found
+        return there.index(False) if False in there else len(there)
 
 
 class ChunkIndex:
@@ -20,82 +47,76 @@ class ChunkIndex:
         num_ranks: of which every one must have been heard of before anything is there at all.
         chunk_size: tokens of a chunk.
         partial: whether the rest of a prompt that fills no chunk is one as well.
-        below: asks the tiers below host memory, which the scheduler reaches itself.
+        open_below: opens a rank's tiers below host memory, which the scheduler reaches itself.
     """
 
     def __init__(
-        self, num_ranks: int, chunk_size: int, partial: bool = False, below: Below | None = None
+        self,
+        num_ranks: int,
+        chunk_size: int,
+        partial: bool = False,
+        open_below: Callable[[RankInfo], Below] | None = None,
     ) -> None:
         self._num_ranks = num_ranks
         self._chunk_size = chunk_size
         self._partial = partial
-        self._below = below
-        self._ranks: dict[int, RankInfo] = {}
-        self._kept: dict[str, set[bytes]] = {}
-        self._failed: dict[str, set[bytes]] = {}
+        self._open_below = open_below
+        self._ranks: dict[int, Rank] = {}
 
     @property
     def tokens_per_row(self) -> int:
         """Tokens that some rank can only move together."""
-        return max((info.tokens_per_row for info in self._ranks.values()), default=1)
-
-    @property
-    def knows_all_ranks(self) -> bool:
-        return len(self._ranks) == self._num_ranks
+        return max((rank.info.tokens_per_row for rank in self._ranks.values()), default=1)
 
     def __len__(self) -> int:
-        """Chunks that are in every rank's host memory."""
-        return min((len(self._kept[info.namespace]) for info in self._ranks.values()), default=0)
+        """Chunks that may be in every rank's host memory: as many as in that of the rank with the fewest."""
+        return min((len(rank.kept) for rank in self._ranks.values()), default=0)
 
     def introduce(self, info: RankInfo) -> None:
-        """Learn how a rank names its chunks."""
-        self._ranks[info.rank] = info
-        self._kept.setdefault(info.namespace, set())
-        self._failed.setdefault(info.namespace, set())
+        """Learn how a rank names its chunks. Raises ConfigError where its lower tiers cannot be opened."""
+        known = self._ranks.get(info.rank)
+        if known is None or known.info != info:
+            self._ranks[info.rank] = Rank(info, self._open_below(info) if self._open_below else None)
 
     def learn(self, report: RankReport) -> None:
         """Take over what a rank has, and has not."""
         self.introduce(report.info)
-        kept, failed = self._kept[report.info.namespace], self._failed[report.info.namespace]
-        kept.difference_update(report.dropped)
-        kept.update(report.kept)
-        failed.difference_update(report.kept)
-        kept.difference_update(report.failed)
-        failed.update(report.failed)
+        rank = self._ranks[report.info.rank]
+        rank.kept.difference_update(report.dropped)
+        rank.kept.update(report.kept)
+        rank.failed.difference_update(report.kept)
+        # Last: a chunk that is there and cannot be loaded must not be offered for ever.
+        rank.kept.difference_update(report.failed)
+        rank.failed.update(report.failed)
 
     def clear(self) -> None:
         """Forget all chunks."""
-        for known in (*self._kept.values(), *self._failed.values()):
-            known.clear()
+        for rank in self._ranks.values():
+            rank.kept.clear()
+            rank.failed.clear()
 
     def keys(self, tokens: Int64s, salts: Sequence[str]) -> RankKeys:
         """The keys of the chunks of `tokens`, for each rank; none before all ranks are known."""
-        if not self.knows_all_ranks:
+        if len(self._ranks) < self._num_ranks:
             return []
-        return [
-            chunk_keys(tokens, self._chunk_size, self._ranks[rank].namespace, salts, self._partial)
-            for rank in sorted(self._ranks)
-        ]
+        names = [self._ranks[number].info.namespace for number in sorted(self._ranks)]
+        return [chunk_keys(tokens, self._chunk_size, name, salts, self._partial) for name in names]
 
     def has(self, keys: RankKeys, chunk: int) -> bool:
         """Whether a chunk is in every rank's host memory."""
-        return bool(keys) and all(
-            rank_keys[chunk].hash in self._kept[rank_keys[chunk].namespace] for rank_keys in keys
-        )
+        return bool(keys) and all(own[chunk].hash in rank.kept for rank, own in self._each(keys))
 
     def prefix(self, keys: RankKeys) -> int:
         """How many leading chunks every rank can load, out of any tier."""
-        return min((self._rank_prefix(rank_keys) for rank_keys in keys), default=0)
+        return min((rank.prefix(own) for rank, own in self._each(keys)), default=0)
 
-    def _rank_prefix(self, keys: Sequence[ChunkKey]) -> int:
-        there = [key.hash in self._kept[key.namespace] for key in keys]
-        if self._below is not None and not all(there):
-            self._look_below(self._below, keys, there)
-        return there.index(False) if False in there else len(there)
+    def close(self) -> None:
+        """Close the lower tiers."""
+        for rank in self._ranks.values():
+            if rank.below is not None:
+                rank.below.close()
 
-    def _look_below(self, below: Below, keys: Sequence[ChunkKey], there: list[bool]) -> None:
-        asked = [
-            i for i, key in enumerate(keys) if not there[i] and key.hash not in self._failed[key.namespace]
-        ]
-        for i, found in zip(asked, below([keys[i] for i in asked]), strict=True):
-            there[i] = found
+    def _each(self, keys: RankKeys) -> Iterator[tuple[Rank, list[ChunkKey]]]:
+        """Every rank with its own keys."""
+        if keys:
+            yield from zip((self._ranks[number] for number in sorted(self._ranks)), keys, strict=True)

@@ -14,11 +14,15 @@ class RankInfo:
         rank: over tensor and pipeline parallel ranks.
         namespace: of the rank's keys.
         tokens_per_row: tokens that can only be moved together.
+        num_layers, page_bytes, page_format: of its chunks.
     """
 
     rank: int
     namespace: str
-    tokens_per_row: int
+    tokens_per_row: int = 1
+    num_layers: int = 1
+    page_bytes: int = 1
+    page_format: str = ""
 
 
 @dataclass(frozen=True, slots=True)

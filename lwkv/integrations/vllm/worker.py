@@ -36,7 +36,15 @@ class WorkerSide:
 
     def __init__(self, engine: CacheEngine, rank: int, block_size: int) -> None:
         self.engine = engine
-        self.info = RankInfo(rank, engine.namespace, engine.connector.tokens_per_row)
+        connector = engine.connector
+        self.info = RankInfo(
+            rank,
+            engine.namespace,
+            connector.tokens_per_row,
+            connector.num_layers,
+            connector.page_bytes,
+            connector.page_format,
+        )
         self._block_size = block_size
         self._presence = Presence(engine.parts().storage)
         self._load_steps = LayerSteps(engine)
