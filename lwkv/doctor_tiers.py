@@ -22,4 +22,4 @@ def examine_tiers(report: Report, config: Config) -> None:
 
 def without_secrets(url: str) -> str:
     """A URL without user and password, and without its query."""
-    return re.sub(r"//.*@", "//", url.partition("?")[0])
+    return re.sub(r"//.*@", "//", url).partition("?")[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lwkv.config import Config
+from lwkv.doctor_report import Report, lines
+from lwkv.doctor_tiers import examine_tiers
 from lwkv.errors import ConfigError
 from lwkv.storage.remote_url import PASSWORD, USER, parse_remote_url
 
@@ -67,6 +69,14 @@ def test_an_address_that_was_read_shows_no_password() -> None:
     url = parse_remote_url(URL, 6379, ())
     assert (url.user, url.password) == ("someone", SECRET)
     assert SECRET not in f"{url!r} {url} {url.refuse('no')}"
+
+
+@pytest.mark.parametrize("url", [URL, *BROKEN])
+def test_the_doctor_shows_no_password(url: str) -> None:
+    report = Report({"lwkv": "0"})
+    examine_tiers(report, Config(remote_url=url.replace("host", "127.0.0.1")))
+    assert len(report.faults) == 1
+    assert SECRET not in f"{report} {list(lines(report))}"
 
 
 def test_the_variables_for_user_and_password_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
