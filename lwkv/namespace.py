@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from hashlib import blake2b
 
-from lwkv.errors import ConfigError
 from lwkv.metadata import CacheMetadata
 
 FORMAT_VERSION = 1
@@ -37,14 +36,7 @@ def make_namespace(
     Returns:
         Some of the model's name, to be read by people, then 128 bits over all fields in hexadecimal: at most
         81 characters out of a-z, 0-9, '.', '_' and '-'. Whatever changes no byte of a page has no part in it.
-
-    Raises:
-        ConfigError: `chunk_size` is not above 0, or `page_format` is empty.
     """
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ConfigError(f"chunk_size: got {chunk_size!r}; allowed: a whole number of 1 or more")
-    if not page_format:
-        raise ConfigError(f"page_format: got {page_format!r}; allowed: 'canonical' or 'opaque:...'")
     values = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
     values |= {"kv_dtype": metadata.stored_dtype, "chunk_size": chunk_size, "page_format": page_format}
     parts = [text for name, value in values.items() for text in (name, str(value))]

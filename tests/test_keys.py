@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import lwkv
 import lwkv.namespace
-from lwkv.errors import ConfigError, RequestError
+from lwkv.errors import RequestError
 from lwkv.keys import ChunkKey, LayerKey, as_token_ids, chunk_keys, make_namespace
 from lwkv.metadata import CacheMetadata
 
@@ -140,12 +140,6 @@ def test_text_cannot_move_from_one_field_to_the_next() -> None:
     first = dataclasses.replace(METADATA, revision="ab", rope="c")
     second = dataclasses.replace(METADATA, revision="a", rope="bc")
     assert make_namespace(first, 256, "canonical") != make_namespace(second, 256, "canonical")
-
-
-@pytest.mark.parametrize(("chunk_size", "page_format"), [(0, "canonical"), (True, "canonical"), (256, "")])
-def test_a_namespace_needs_a_chunk_size_and_a_page_format(chunk_size: int, page_format: str) -> None:
-    with pytest.raises(ConfigError, match="allowed"):
-        make_namespace(METADATA, chunk_size, page_format)
 
 
 # token ids

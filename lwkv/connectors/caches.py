@@ -58,7 +58,7 @@ class Caches:
         """Slots that every layer has."""
         return min(layer.num_slots for layer in self.layers)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.layers[0].device
 

@@ -54,9 +54,7 @@ class TritonKernels:
         rows: Rows,
         *tables: Tensor,
     ) -> None:
-        launches = self._launches.get(layer)
-        if launches is None:
-            launches = self._launches[layer] = {}
+        launches = self._launches.setdefault(layer, {})
         launch = launches.get(key)
         if launch is None:
             launch = launches[key] = make(layer, key, self._compiled)
