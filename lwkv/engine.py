@@ -131,6 +131,11 @@ class CacheEngine:
     def num_layers(self) -> int:
         return self.connector.num_layers
 
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of all tiers, host memory first."""
+        return self._storage.tier_names
+
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
         """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
 
@@ -261,7 +266,7 @@ class CacheEngine:
 
     def metrics(self, **labels: str) -> str:
         """What `stats` tells, as text for Prometheus, with `labels` on every metric; the caller serves it."""
-        return prometheus_text(self.stats(), self._storage.tier_names, **labels)
+        return prometheus_text(self.stats(), self.tier_names, **labels)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Wait for what is in flight and give everything back; idempotent.

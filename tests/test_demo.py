@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from demo_model import needs_smollm2
-from safetensors.torch import save_file
+from demo_model import needs_smollm2, write_model
 
 from lwkv.cli import main
 from lwkv.demo import loads, model_file, progress
@@ -22,49 +20,14 @@ from lwkv.kernels import choose_kernels
 from lwkv.platforms import Platform
 from lwkv.reference import (
     QUESTIONS,
-    ModelShape,
     Prompt,
     document_prompt,
 )
-from lwkv.reference.random_model import RandomTensors
 from lwkv.reference.smollm2 import INSTALL
 from lwkv.steps import LayerSteps
 
 FILES = ["cold.png", "cold.trace.json", "warm.png", "warm.trace.json"]
 Demo = Callable[..., int]
-
-
-def write_tokenizer(folder: Path, text: str) -> int:
-    """Make every word of `text` a token; returns how many there are."""
-    words = sorted(set(re.findall(r"\w+|[^\w\s]+", text)))
-    vocab = {word: number for number, word in enumerate(["?", *(word for word in words if word != "?")])}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="?"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.save(str(folder / "tokenizer.json"))
-    return len(vocab)
-
-
-def write_model(folder: Path, text: str) -> Path:
-    """Write a random model of three layers that knows the words of `text`."""
-    folder.mkdir()
-    vocab_size = write_tokenizer(folder, text)
-    shape = ModelShape(3, 24, 4, 2, 6, 28, vocab_size, max_positions=1500)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.norm_eps,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = RandomTensors(shape, seed=5, scale=2.0)
-    save_file({name: tensors.read(name) for name in tensors.names()}, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")

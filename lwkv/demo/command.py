@@ -10,39 +10,29 @@ from pathlib import Path
 
 import torch
 
+from lwkv.demo.arguments import DTYPES, add_model_arguments, dtype_name
 from lwkv.demo.findings import Findings, Setting, median_run, sum_up
 from lwkv.demo.model_file import NamedModel, find_model, load_model
 from lwkv.demo.play import CHUNK_SIZE, Results, make_prompts, play
 from lwkv.demo.report import report_lines
+from lwkv.demo.restart import restart, tier_settings
+from lwkv.demo.restart_report import restart_lines
 from lwkv.kernels import choose_kernels
 from lwkv.picture import draw_timeline
 from lwkv.platform_choice import why_chosen
 from lwkv.platforms import Platform, detect_platform
-from lwkv.platforms.registry import VARIABLE
 from lwkv.reference.packages import require_package
 from lwkv.trace import write_trace
 from lwkv.workbench import core_for_transfers, make_writable
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, "demo-output")
     parser.add_argument(
-        "--model", type=Path, metavar="PATH", help="a GGUF file or a Hugging Face folder; by default SmolLM2"
+        "--tier",
+        metavar="TIER",
+        help="answer question 2 in a second process, from this tier: disk, a folder, or a remote tier's URL",
     )
-    parser.add_argument("--platform", metavar="NAME", help=f"run on this platform, whatever {VARIABLE} says")
-    parser.add_argument("--dtype", choices=DTYPES, help="by default float32 on cpu, bfloat16 elsewhere")
-    parser.add_argument(
-        "--repeats", type=_count, default=5, metavar="N", help="runs of which a median is taken (5)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("demo-output"),
-        metavar="DIR",
-        help="where pictures and traces go (demo-output)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """
     platform = detect_platform(args.platform)
     path = find_model(args.model)
+    if args.tier is not None:
+        return _run_restart(platform, path, args)
     require_package("matplotlib", "drawing a timeline")
     make_writable(args.output)
     with core_for_transfers(platform):
@@ -61,8 +53,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.faults else 0
 
 
+def _run_restart(platform: Platform, path: Path, args: argparse.Namespace) -> int:
+    tier = tier_settings(args.tier, args.output)
+    found = restart(path, args.platform, DTYPES[dtype_name(platform, args)], tier)
+    print(json.dumps(asdict(found), indent=2) if args.json else "\n".join(restart_lines(found)))
+    return 1 if found.faults else 0
+
+
 def _find(platform: Platform, path: Path, args: argparse.Namespace) -> Findings:
-    dtype = args.dtype or ("float32" if platform.device_type == "cpu" else "bfloat16")
+    dtype = dtype_name(platform, args)
     named = load_model(path, platform.current_device(), DTYPES[dtype])
     prompts = make_prompts(named.tokenizer)
     results = play(named, platform, prompts, args.repeats)
@@ -102,9 +101,3 @@ def _draw(results: Results, folder: Path) -> Iterator[Path]:
         )
         write_trace(run.spans, trace)
         yield from (picture, trace)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
-    return int(text)

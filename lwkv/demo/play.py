@@ -77,8 +77,8 @@ def play(named: NamedModel, platform: Platform, prompts: Sequence[Prompt], repea
         return _play(stage, *prompts, shared=shared, num_cold=num_cold, repeats=repeats)
 
 
-def make_config(model: Model, num_chunks: int) -> Config:
-    """Give settings with page-locked host memory for so many chunks of the model's KV."""
+def make_config(model: Model, num_chunks: int, **settings: object) -> Config:
+    """Give settings with page-locked host memory for so many chunks of the model's KV, and others."""
     chunk_bytes = model.shape.num_layers * (
         2 * CHUNK_SIZE * model.shape.kv_size * model.dtype.itemsize + 4096
     )
@@ -88,6 +88,7 @@ def make_config(model: Model, num_chunks: int) -> Config:
         chunk_size=CHUNK_SIZE,
         max_local_cpu_size=size,
         extra_config={"reserve_gib": size},
+        **settings,
     )
 
 
