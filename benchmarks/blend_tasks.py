@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
-HEAD = "You are a helpful AI assistant."
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A question whose answer is in `documents`; `opening` is how the assistant's answer begins."""
-
-    documents: tuple[str, ...]
-    question: str
-    opening: str
-    answer: str
-
+from lwkv.demo.blend_trial import Task
 
 _COLOURS = ("red", "blue", "green", "amber", "violet", "silver", "black", "white", "copper", "golden")
 _THINGS = ("box", "locker", "gate", "safe", "cabinet", "vault", "trunk", "depot", "archive", "tower")

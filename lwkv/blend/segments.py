@@ -36,6 +36,8 @@ class Separator:
         self.text = text
         self._encode = encode
         self._head, self._tail = _added(encode)
+        # Without the blank at its end, which tokenizers put at the beginning of the next word.
+        self._written = self._plain(text.rstrip())
         forms = {tuple(self._plain(form)) for form in _forms(text)}
         self.runs = sorted((np.array(form, np.int64) for form in forms if form), key=len, reverse=True)
         self._require_whole()
@@ -49,6 +51,13 @@ class Separator:
                 parts.append(Segment(starts, start))
             starts = end
         return parts
+
+    def join(self, parts: Sequence[Sequence[int]]) -> list[int]:
+        """Put parts, tokenized one by one, together with separators between them."""
+        joined = list(parts[0])
+        for part in parts[1:]:
+            joined += [*self._written, *part]
+        return joined
 
     def segments(self, tokens: TokenIds) -> list[Segment]:
         """The parts that may be reused: all but the last one, which is the question."""
