@@ -35,10 +35,8 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         numbers = (self.num_kv_heads, self.head_size, self.block_size)
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-            raise LayoutError(f"{self}: heads, head size and block size must be whole numbers")
-        if min(self.num_kv_heads, self.head_size, self.block_size) < 1:
-            raise LayoutError(f"{self}: heads, head size and block size must be 1 or more")
+        if not all(type(n) is int and n >= 1 for n in numbers):
+            raise LayoutError(f"{self}: heads, head size and block size must be whole numbers of 1 or more")
         if self.use_mla and self.num_kv_heads != 1:
             raise LayoutError(f"{self}: with use_mla a token has one row, so num_kv_heads must be 1")
 

@@ -78,6 +78,8 @@ def _repeated_slot(slots: Int64s, num_slots: int) -> int | None:
     Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
     after the one before has ended, firsts and lasts sorted by themselves.
     """
+    if (slots == NO_SLOT).any():
+        slots = slots[slots != NO_SLOT]
     if not len(slots):
         return None
     steps = np.zeros(len(slots), np.int64)
@@ -88,13 +90,9 @@ def _repeated_slot(slots: Int64s, num_slots: int) -> int | None:
     first.sort()
     last.sort()
     for extreme in (int(first[0]), int(first[-1]), int(last[-1])):
-        if not NO_SLOT <= extreme < num_slots:
+        if not 0 <= extreme < num_slots:
             raise RequestError(
                 f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
             )
-    if first[0] == NO_SLOT:
-        # A run of its own, or the beginning of one that goes on with slot 0.
-        runs = len(last) - int(np.searchsorted(last, NO_SLOT, "right"))
-        first, last = np.maximum(first[len(first) - runs :], 0), last[len(last) - runs :]
     repeated = (first[1:] <= last[:-1]).nonzero()[0]
     return int(first[1:][repeated[0]]) if len(repeated) else None
