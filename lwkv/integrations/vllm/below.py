@@ -20,7 +20,7 @@ ANSWER_S = 0.5
 
 
 class LowerTier:
-    """One tier. A lookup that takes too long, or fails, finds nothing, and the tier is let alone for a while."""
+    """One tier. One that takes too long, or fails, has nothing, and is not asked for a while."""
 
     def __init__(self, tier: Tier, counters: Counters) -> None:
         self._tier = tier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.below import open_below
 from lwkv.integrations.vllm.caches import Rank, describe, only_group
+from lwkv.integrations.vllm.chronicle import Chronicle
+from lwkv.integrations.vllm.events import as_event
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
 from lwkv.integrations.vllm.settings import Settings, is_layerwise, read_settings
+from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
 from lwkv.integrations.vllm.versions import check_version
 from lwkv.integrations.vllm.worker import WorkerSide
 from lwkv.platforms import platform_for
@@ -97,6 +100,20 @@ class LWKVConnector(KVConnectorBase_V1):
         report = None if self._worker is None else self._worker.report()
         return None if report is None else StepReports((report,))
 
+    def get_kv_connector_stats(self) -> Any:
+        counts = None if self._worker is None else self._worker.new_counts()
+        return LWKVStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return LWKVStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> Any:
+        return LWKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- the scheduler's half
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, RankInfo]) -> None:
@@ -120,6 +137,9 @@ class LWKVConnector(KVConnectorBase_V1):
         if reports is not None:
             self._scheduler.learn(reports)
 
+    def take_events(self) -> Iterable[Any]:
+        return map(as_event, self._scheduler.take_events())
+
     def reset_cache(self) -> bool:
         self._scheduler.reset()
         return True
@@ -128,6 +148,8 @@ class LWKVConnector(KVConnectorBase_V1):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        if self._role is KVConnectorRole.SCHEDULER:
+            self._scheduler.close()
 
 
 def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> SchedulerSide:
@@ -143,7 +165,14 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         block_size=spec.block_size,
         num_ranks=ranks,
         window=getattr(spec, "sliding_window", None),
+        chronicle=Chronicle(config.chunk_size) if _announces(vllm_config) else None,
     )
+
+
+def _announces(vllm_config: Any) -> bool:
+    """Whether vLLM publishes what comes to its KV cache and goes."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def _make_worker(

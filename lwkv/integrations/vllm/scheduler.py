@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lwkv.config import Config
+from lwkv.integrations.vllm.chronicle import Chronicle, Removed, Stored
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders
 from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
@@ -48,6 +49,7 @@ class SchedulerSide:
         block_size: tokens of a block of vLLM's block tables.
         num_ranks: workers, over tensor and pipeline parallel.
         window: tokens that the model looks back, where blocks behind them are given to others; else None.
+        chronicle: writes down what comes and goes; None for not at all.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class SchedulerSide:
         block_size: int,
         num_ranks: int = 1,
         window: int | None = None,
+        chronicle: Chronicle | None = None,
     ) -> None:
         self.index = index
+        self._chronicle = chronicle
         self._config = config
         self._role = role
         self._block_size = block_size
@@ -91,9 +95,7 @@ class SchedulerSide:
             self._tracked.pop(request_id, None)
         scheduled = list(self._scheduled(output))
         loads = [
-            item.tracked.move(item.tracked.load(item.computed), item.blocks())
-            for item in scheduled
-            if item.tracked.to_load
+            self._move(item, item.tracked.load(item.computed)) for item in scheduled if item.tracked.to_load
         ]
         if loads:
             self._last_load = self._step
@@ -104,11 +106,21 @@ class SchedulerSide:
         """Take over what the ranks report of a step."""
         for report in reports.reports:
             self.index.learn(report)
+            if self._chronicle is not None:
+                self._chronicle.learn(report)
             self._acknowledged = max(self._acknowledged, report.step)
             for tracked, cared_for in () if report.stored else self._cared_for.get(report.step, ()):
                 tracked.cared_for = min(tracked.cared_for, cared_for)
         for step in [step for step in self._cared_for if step <= self._acknowledged]:
             del self._cared_for[step]
+
+    def take_events(self) -> Iterable[Stored | Removed]:
+        """What came to host memory and went since the last call."""
+        return () if self._chronicle is None else self._chronicle.take()
+
+    def close(self) -> None:
+        """Close what the scheduler has open."""
+        self.index.close()
 
     def reset(self) -> None:
         """Find nothing any more that was stored before, nor what is still being stored."""
@@ -160,10 +172,18 @@ class SchedulerSide:
     def _stores(self, scheduled: Sequence[Scheduled]) -> list[Move]:
         before = [(item.tracked, item.tracked.cared_for) for item in scheduled]
         spans = [(item, self._to_store(item)) for item in scheduled]
-        stores = [item.tracked.move(span, item.blocks()) for item, span in spans if span is not None]
+        stores = [self._move(item, span) for item, span in spans if span is not None]
         if stores:
             self._cared_for[self._step] = before
         return stores
+
+    def _move(self, item: Scheduled, span: Span) -> Move:
+        move = item.tracked.move(span, item.blocks())
+        keys = item.tracked.keys(self.index, span.num_tokens)
+        if self._chronicle is not None and keys:
+            lora = getattr(item.tracked.request, "lora_request", None)
+            self._chronicle.expect(move, keys[0], None if lora is None else str(lora.lora_name))
+        return move
 
     def _to_store(self, item: Scheduled) -> Span | None:
         tracked, request = item.tracked, item.tracked.request

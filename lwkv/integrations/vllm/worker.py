@@ -21,6 +21,8 @@ from lwkv.transfer import NO_SLOT
 
 log = logging.getLogger(__name__)
 
+_HELD = ("chunks", "pins", "in_flight", "pages", "in_use", "references", "used_bytes", "files", "resting")
+
 
 class WorkerSide:
     """Drives a cache engine from the hooks of one worker. For one thread.
@@ -57,6 +59,7 @@ class WorkerSide:
         self._failed: list[ChunkKey] = []
         self._accepted: list[ChunkKey] = []
         self._outcome: tuple[int, bool] | None = None
+        self._counted: dict[str, int] = {}
         self._loads_ended = self._ended = True
 
     def begin(self, orders: StepOrders) -> None:
@@ -116,6 +119,14 @@ class WorkerSide:
         step, stored = outcome or (0, True)
         return RankReport(self.info, step, stored, kept, dropped, failed)
 
+    def new_counts(self) -> dict[str, int]:
+        """What the engine counted since the last call; nothing in steps that move nothing."""
+        if not self._orders.moves_anything:
+            return {}
+        totals = {name: count for name, count in self.engine.stats().items() if _grows(name)}
+        before, self._counted = self._counted, totals
+        return {name: more for name in totals if (more := totals[name] - before.get(name, 0))}
+
     def close(self) -> None:
         """Give everything back."""
         self.engine.close()
@@ -170,3 +181,8 @@ class WorkerSide:
         return chunk_keys(
             move.tokens, config.chunk_size, self.engine.namespace, move.salts, config.save_unfull_chunk
         )
+
+
+def _grows(name: str) -> bool:
+    """Whether a number of the engine's is a total, and not one of a histogram."""
+    return not name.endswith(_HELD) and "_le_" not in name

@@ -125,6 +125,10 @@ class Engine:
         while engine.has_unfinished_requests():
             engine.step()
 
+    def flush(self) -> bool:
+        """Wait until all that was stored is in every tier."""
+        return bool(self.worker.engine.flush())
+
     def evict_all(self) -> None:
         """Empty lwkv's host memory, as others' chunks would push all out."""
         engine = self.worker.engine
