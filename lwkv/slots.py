@@ -47,17 +47,14 @@ def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) ->
     shared = slots[before] == slots[after]
     before, after = before[shared], after[shared]
     pairs, number = np.unique(owners[before] * len(requests) + owners[after], return_inverse=True)
-    same = np.array([_common_prefix(requests[a], requests[b]) for a, b in _divided(pairs, len(requests))])
+    owned = (divmod(pair, len(requests)) for pair in pairs.tolist())
+    same = np.array([_common_prefix(requests[a], requests[b]) for a, b in owned])
     wrong = (places[before] != places[after]) | (places[before] >= same[number.reshape(-1)])
     if wrong.any():
         raise RequestError(
             f"slot {slots[before[wrong.argmax()]]} is given to two tokens: requests of a batch may share the "
             "slots of a prefix that is the same in both, and no others"
         )
-
-
-def _divided(pairs: Int64s, by: int) -> list[tuple[int, int]]:
-    return [divmod(pair, by) for pair in pairs.tolist()]
 
 
 def _common_prefix(one: CheckedRequest, other: CheckedRequest) -> int:

@@ -10,6 +10,7 @@ from lwkv.errors import ConfigError
 from lwkv.layout import KVSpec
 
 ENGINES = ("vllm", "sglang")
+_WORDS = {"block_size": "a whole number", "specs": "a KVSpec for each layer name"}
 
 
 class LayoutHints(TypedDict, total=False):
@@ -31,7 +32,10 @@ def check_hints(engine: str, hints: LayoutHints) -> LayoutHints:
     if engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
     for name, value in hints.items():
-        _check_hint(name, value)
+        _check_name(name)
+        if not _is_right(name, value):
+            words = _WORDS.get(name, "text")
+            raise ConfigError(f"layout_hints[{name!r}] is {value!r}; it must be {words}")
     if "specs" in hints:
         if "block_size" in hints:
             raise ConfigError("layout_hints has specs, each with its block_size: leave block_size out")
@@ -40,23 +44,15 @@ def check_hints(engine: str, hints: LayoutHints) -> LayoutHints:
     return {"block_size": 1, **hints}
 
 
-def _check_hint(name: str, value: object) -> None:
+def _check_name(name: str) -> None:
     names = LayoutHints.__annotations__
     if name not in names:
         near = get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"no layout hint {name!r}; there are {', '.join(names)}{hint}")
-    if name == "specs":
-        right, words = _are_specs(value), "a KVSpec for each layer name"
-    elif name == "block_size":
-        right, words = type(value) is int, "a whole number"
-    else:
-        right, words = isinstance(value, str), "text"
-    if not right:
-        raise ConfigError(f"layout_hints[{name!r}] is {value!r}; it must be {words}")
 
 
-def _are_specs(value: object) -> bool:
-    if not isinstance(value, Mapping) or not value:
-        return False
-    return all(isinstance(spec, KVSpec) for spec in value.values())
+def _is_right(name: str, value: object) -> bool:
+    if name != "specs":
+        return type(value) is int if name == "block_size" else isinstance(value, str)
+    return isinstance(value, Mapping) and {KVSpec} == set(map(type, value.values()))

@@ -9,9 +9,6 @@ import torch
 
 from lwkv.platforms import CopyBatch, Platform, Stream
 
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
-"""What it raises when there is no more device memory, or no more page-locked memory."""
-
 
 class Table(NamedTuple):
     """Page-locked memory and as much on the device, uint8 (bytes,) each, and the copy between them."""
