@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from lwkv.pool import HostPool
 from lwkv.transfer import PageShape, Transfer
 
 FIRST_LAYERS = 2
+
+FullRows: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 def page_shape(layer: PagedLayer, chunk_size: int) -> PageShape:
@@ -39,36 +42,13 @@ class Slice:
     rows: Rows
 
 
-@dataclass(frozen=True, slots=True)
-class FullRows:
-    """Where the rows of full chunks lie in a staging buffer full of them: the same for every request.
-
-    `k_rows`, `v_rows` are int64 (rows,) on the device.
-    """
-
-    k_rows: torch.Tensor
-    v_rows: torch.Tensor
-
-    @classmethod
-    def of(cls, shape: PageShape, num_chunks: int, device: torch.device) -> FullRows:
-        """Make them for so many chunks; returns when they are on the device."""
-        starts = np.arange(num_chunks)[:, None] * (shape.parts * shape.rows)
-        k_rows = torch.from_numpy((starts + np.arange(shape.rows)).reshape(-1)).to(device)
-        return cls(k_rows, k_rows + shape.rows)
-
-    def first(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tables of the first rows: as they are where that is all, since cutting takes a while."""
-        if num_rows == self.k_rows.shape[0]:
-            return self.k_rows, self.v_rows
-        return self.k_rows[:num_rows], self.v_rows[:num_rows]
-
-
 class Cut:
     """How transfers are cut: in chunks of `chunk_size` tokens, and so many chunks in a staging buffer.
 
     Attributes:
         alike: whether pages of all layers are cut into the same rows of the same size.
-        full_rows: for each shape of pages.
+        full_rows: for each shape of pages, where K and V rows of full chunks lie in a staging buffer full of
+            them: int64 (rows,) each, on the device. The same for every request.
     """
 
     def __init__(self, layers: Sequence[PagedLayer], chunk_size: int, chunks_per_slice: int) -> None:
@@ -76,7 +56,7 @@ class Cut:
         self.chunks_per_slice = chunks_per_slice
         forms = {(page_shape(layer, chunk_size), layer.row_bytes) for layer in layers}
         self.alike = len(forms) == 1
-        self.full_rows = {shape: FullRows.of(shape, chunks_per_slice, layers[0].device) for shape, _ in forms}
+        self.full_rows = {shape: _full_rows(shape, chunks_per_slice, layers[0].device) for shape, _ in forms}
 
 
 class Plan:
@@ -137,12 +117,25 @@ class Plan:
         on_device, full = self.uploads.send(torch.from_numpy(slots)), self._cut.full_rows[shape]
         step = self._cut.chunks_per_slice * shape.rows
         if len(slots) <= step:
-            return [Slice(0, len(slots), Rows(on_device, *full.first(len(slots))))]
+            return [Slice(0, len(slots), Rows(on_device, *_first(full, len(slots))))]
         bounds = [*range(0, len(slots), step), len(slots)]
-        return [Slice(a, b, Rows(on_device[a:b], *full.first(b - a))) for a, b in pairwise(bounds)]
+        return [Slice(a, b, Rows(on_device[a:b], *_first(full, b - a))) for a, b in pairwise(bounds)]
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         numbers, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice)
         values = torch.from_numpy(numbers)
         on_device = self.uploads.send(values) if numbers.size else values
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
+
+
+def _full_rows(shape: PageShape, num_chunks: int, device: torch.device) -> FullRows:
+    """Make them for so many chunks; returns when they are on the device."""
+    starts = np.arange(num_chunks)[:, None] * (shape.parts * shape.rows)
+    k_rows = torch.from_numpy((starts + np.arange(shape.rows)).reshape(-1)).to(device)
+    return k_rows, k_rows + shape.rows
+
+
+def _first(full: FullRows, num_rows: int) -> FullRows:
+    """The tables of the first rows: as they are where that is all, since cutting takes a while."""
+    k_rows, v_rows = full
+    return full if num_rows == k_rows.shape[0] else (k_rows[:num_rows], v_rows[:num_rows])
