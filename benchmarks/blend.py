@@ -182,13 +182,12 @@ def _measure(desk: Desk) -> BlendTimes:
     full, load = (
         desk.bench.median_ms(work) for work in (desk.full, lambda: desk.load(desk.blender(NoTokens(), 0.0)))
     )
-    middle = desk.model.shape.num_layers // 3
     ways = [
         _way(desk, name, selector, share, full, load)
         for name, selector, share in (
             ("plain reuse", NoTokens(), 0.0),
             ("deviation, 15 %", Deviation(), 0.15),
-            ("query, 15 %", QueryAttention(0, middle), 0.15),
+            ("query, 15 %", QueryAttention.of(desk.model.shape.num_layers), 0.15),
             ("deviation, 30 %", Deviation(), 0.3),
         )
     ]

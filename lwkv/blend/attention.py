@@ -54,12 +54,15 @@ def _attend_by(kernel: Attend, q: Tensor, k: Tensor, v: Tensor, positions: Tenso
 
 
 def attention_paid(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-    """How much the rows of q look at each key: float32 (N,), the mean over rows and heads of the softmax."""
+    """How much each key is looked at: float32 (N,), the softmax of the row that does most, mean over heads.
+
+    So a key counts that one word of a question needs, though all the others look elsewhere.
+    """
     grouped = q.float().view(len(q), k.shape[1], -1, q.shape[-1])
     scores = torch.einsum("nhgd,mhd->nhgm", grouped, k.float()) * q.shape[-1] ** -0.5
     hidden = ~_mask(positions, len(k))
     paid: Tensor = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
-    return paid.mean((0, 1, 2))
+    return paid.amax(0).mean((0, 1))
 
 
 def _mask(positions: Tensor, num_keys: int) -> Tensor:

@@ -131,7 +131,8 @@ class BlendPass:
         selector = self._selector
         if not isinstance(selector, ByChange) or layer not in selector.layers or self._share == 0:
             return None
-        share = selector.shares[selector.layers.index(layer)] * self._share / selector.shares[-1]
+        mine, last = selector.shares[selector.layers.index(layer)], selector.shares[-1]
+        share = mine * self._share / last if last else self._share
         scores = selector.score(k, v, *self._cache.read(layer, at))
         return [
             self._keep(layout, rows.always[part], scores[part], share, selector.threshold)

@@ -139,10 +139,18 @@ class Deviation:
 
 @dataclass(frozen=True)
 class QueryAttention:
-    """The tokens that the question looks at, in layers `first_layer` to `layer` over the reused KV."""
+    """The tokens that the question looks at, in layers `first_layer` to `layer` over the reused KV.
 
-    first_layer: int = 0
-    layer: int = 1
+    Where facts are looked up is in the middle of a model: `of` gives layers of a model of so many.
+    """
+
+    first_layer: int
+    layer: int
+
+    @classmethod
+    def of(cls, num_layers: int) -> QueryAttention:
+        """The layers to ask in a model of so many."""
+        return cls(num_layers // 2, 2 * num_layers // 3)
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_layer <= self.layer:

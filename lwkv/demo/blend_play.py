@@ -76,7 +76,7 @@ def selectors(num_layers: int) -> dict[str, Callable[[], Selector]]:
     """The ways to choose what is computed again, by name."""
     return {
         "deviation": Deviation,
-        "query": lambda: QueryAttention(num_layers // 3, 2 * num_layers // 3),
+        "query": lambda: QueryAttention.of(num_layers),
         "prefix_k": FirstTokens,
         "random": RandomTokens,
     }

@@ -35,7 +35,7 @@ EXACT = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "selector", [AllTokens(), Deviation(), Deviation("k", (1, 2), (1.0, 1.0)), QueryAttention()], ids=str
+    "selector", [AllTokens(), Deviation(), Deviation("k", (1, 2), (1.0, 1.0)), QueryAttention(1, 2)], ids=str
 )
 def test_all_tokens_computed_equal_a_full_prefill(
     selector: Any, layout: str, shape: ModelShape, device: torch.device
@@ -78,7 +78,7 @@ def test_a_share_of_nothing_is_plain_reuse_for_every_selector(bench: Bench) -> N
     _, request = prompt([1, 2, 0])
     found = [
         host(bench.blender(selector, share=0.0).prefill([request]))[0]
-        for selector in (NoTokens(), Deviation(), QueryAttention(), RandomTokens(), FirstTokens())
+        for selector in (NoTokens(), Deviation(), QueryAttention(1, 2), RandomTokens(), FirstTokens())
     ]
     assert all(torch.equal(one, found[0]) for one in found)
     tokens, _ = prompt([1, 2, 0])
