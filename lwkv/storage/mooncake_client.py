@@ -35,12 +35,12 @@ REASONS = {
 """What the codes below 0 mean, in the words of counters."""
 
 NUM_SEALS = 1 << 14
-# Without these a transfer from a node that hangs blocks for a minute and may write to memory even later. The
-# last one keeps the client from telling on the terminal what is told here anyway.
+# Without the first two a transfer from a node that hangs blocks for a minute, and may write to memory even
+# later. The third leaves its errors on the terminal, and no more.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
-    "GLOG_minloglevel": "3",
+    "MC_LOG_LEVEL": "ERROR",
 }
 
 
@@ -121,9 +121,10 @@ def connect(address: MooncakeAddress) -> MooncakeStore:
     own = probe(address)
     store = mooncake.MooncakeDistributedStore()
     host, port = address.master
+    # Without a port of its own it would try 20 times where once is enough.
     code = store.setup(
-        *(address.local or own, address.metadata, address.segment_bytes, 0, address.protocol),
-        *(address.devices, f"{host}:{port}"),
+        *(address.local or f"{own}:{_free_port(own)}", address.metadata, address.segment_bytes, 0),
+        *(address.protocol, address.devices, f"{host}:{port}"),
     )
     # A client that could not be set up crashes the process when it is asked for something.
     if code != 0:
@@ -131,6 +132,12 @@ def connect(address: MooncakeAddress) -> MooncakeStore:
     config = mooncake.ReplicateConfig()
     config.replica_num = address.replicas
     return MooncakeStore(store, config)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.bind((host, 0))
+        return int(one.getsockname()[1])
 
 
 class MooncakeStore:

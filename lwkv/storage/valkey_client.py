@@ -166,8 +166,8 @@ class ValkeyClient:
 
         All keys of a group have the same hash tag, and all groups the same server.
         """
-        # In a cluster one by one: while a node is down the client takes whole batches, and commands of several
-        # slots, for those of that node, until they time out.
+        # In a cluster one by one: while a node is down, batches and commands of several slots time out even
+        # where none of their keys is on that node.
         with self._errors():
             if self._clustered:
                 return [int(self._client.touch(list(group))) for group in groups]

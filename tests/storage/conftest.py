@@ -17,7 +17,7 @@ from storage.servers import (
     tell,
 )
 
-from lwkv.storage.mooncake_client import connect, read_address
+from lwkv.storage.mooncake_client import MooncakeStore, connect, read_address
 
 
 @pytest.fixture
@@ -60,18 +60,25 @@ def redis(redis_for_all: Server) -> Server:
 
 
 @pytest.fixture(scope="session")
-def mooncake_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any]]:
+def mooncake_master_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     program, folder = mooncake_program(), tmp_path_factory.mktemp("mooncake")
     master = mooncake_master(program, folder / "master")
     with running(master, *(mooncake_node(master, folder / name) for name in ("one", "two"))):
-        store = connect(read_address(f"mooncake://127.0.0.1:{master.port}"))
-        yield master, store._store
-        store.close()
+        yield master
+
+
+@pytest.fixture(scope="session")
+def mooncake_clients(mooncake_master_for_all: Server) -> Iterator[list[MooncakeStore]]:
+    """Two clients for all tests."""
+    address = read_address(f"mooncake://127.0.0.1:{mooncake_master_for_all.port}")
+    clients = [connect(address) for _ in range(2)]
+    yield clients
+    for client in clients:
+        client.close()
 
 
 @pytest.fixture
-def mooncake(mooncake_for_all: tuple[Server, Any]) -> Server:
+def mooncake(mooncake_master_for_all: Server, mooncake_clients: list[MooncakeStore]) -> Server:
     """The master of an empty store with two nodes, the same ones for all tests: none of them harms it."""
-    master, store = mooncake_for_all
-    assert store.remove_all(True) >= 0
-    return master
+    assert mooncake_clients[0]._store.remove_all(True) >= 0
+    return mooncake_master_for_all

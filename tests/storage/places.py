@@ -7,9 +7,11 @@ process would.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from storage.faulty_tier import MemoryPages
@@ -17,6 +19,7 @@ from storage.faulty_tier import MemoryPages
 from lwkv.config import Config
 from lwkv.counters import Counters
 from lwkv.storage import Tier, TierSetup
+from lwkv.storage.mooncake import MooncakeTier
 from lwkv.storage.tiers import open_tiers
 
 OpenTier = Callable[[TierSetup], Tier]
@@ -53,9 +56,28 @@ def _server(request: pytest.FixtureRequest) -> OpenTier:
     return partial(open_only, remote_url=f"redis://127.0.0.1:{server.port}")
 
 
+class _Kept:
+    """A client that outlives the tier it is lent to: to close one takes a second."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        """Go on."""
+
+
 def _mooncake(request: pytest.FixtureRequest) -> OpenTier:
-    master = request.getfixturevalue("mooncake")
-    return partial(open_only, remote_url=f"mooncake://127.0.0.1:{master.port}")
+    request.getfixturevalue("mooncake")
+    clients = itertools.cycle(request.getfixturevalue("mooncake_clients"))
+
+    def open_another(setup: TierSetup) -> Tier:
+        client: Any = _Kept(next(clients))
+        return MooncakeTier(lambda: client, setup.num_layers, setup.counters)
+
+    return open_another
 
 
 PLACES: dict[str, Callable[[pytest.FixtureRequest], OpenTier]] = {

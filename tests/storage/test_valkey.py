@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from storage.places import make_setup
-from storage.rig import key, keys
+from storage.remote_place import ALL, LAYERS, PAGE_BYTES, Place, page_of
+from storage.rig import key
 from storage.servers import (
     REDIS_OPTIONS,
     Server,
@@ -27,63 +28,36 @@ from storage.servers import (
 )
 
 from lwkv.config import Config
-from lwkv.counters import Counters
 from lwkv.errors import ConfigError
 from lwkv.keys import LayerKey
 from lwkv.storage import Status
-from lwkv.storage.valkey import ValkeyTier, examine, open_tier
+from lwkv.storage.valkey import examine, open_tier
 from lwkv.storage.valkey_client import read_address
 
-LONG_S = 20.0
-LAYERS = 3
-PAGE_BYTES = 3000
 SECRET = "s3cret word"
 
 
 @dataclass
-class Place:
-    """A tier on a server, with pages that tell their key."""
+class OnServer(Place):
+    """A tier on a server that the test can talk to itself."""
 
-    server: Server
-    tier: ValkeyTier
-    counters: Counters
+    server: Server | None = None
 
-    def name(self, number: int, layer: int) -> str:
-        return f"lwkv:{{{key(number).to_string()}}}:{layer}"
-
-    def store(self, *numbers: int) -> None:
-        for chunk in keys(*numbers):
-            for layers in (range(1, LAYERS), range(1)):
-                asked = [LayerKey(chunk, layer) for layer in layers]
-                assert set(self.tier.put(asked, [page_of(each) for each in asked], LONG_S)) == {Status.OK}
-
-    def load(self, *numbers: int) -> list[list[Status]]:
-        """The status of every layer of every chunk; what is OK must be right."""
-        return [[self._load(LayerKey(chunk, layer)) for layer in range(LAYERS)] for chunk in keys(*numbers)]
-
-    def there(self, *numbers: int) -> list[bool]:
-        return self.tier.contains(keys(*numbers), LONG_S)
-
-    def _load(self, asked: LayerKey) -> Status:
-        page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
-        [status] = self.tier.get([asked], [page], LONG_S)
-        assert status is not Status.OK or torch.equal(page, page_of(asked))
-        return status
+    def tell(self, *words: str | bytes) -> bytes:
+        assert self.server is not None
+        return tell(self.server, *words)
 
 
-def page_of(asked: LayerKey) -> torch.Tensor:
-    seed = int.from_bytes(asked.chunk.hash, "little") * LAYERS + asked.layer
-    random = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (PAGE_BYTES,), dtype=torch.uint8, generator=random)
+def name_of(number: int, layer: int) -> str:
+    return f"lwkv:{{{key(number).to_string()}}}:{layer}"
 
 
-def open_place(server: Server, url: str) -> Place:
-    setup = make_setup(PAGE_BYTES, LAYERS)
-    return Place(server, open_tier(url.format(port=server.port), setup), setup.counters)
+def open_place(server: Server, url: str) -> OnServer:
+    return OnServer(url.format(port=server.port), server=server)
 
 
 @pytest.fixture
-def place(redis: Server) -> Iterator[Place]:
+def place(redis: Server) -> Iterator[OnServer]:
     opened = open_place(redis, "redis://127.0.0.1:{port}")
     opened.store(1, 2)
     yield opened
@@ -92,80 +66,80 @@ def place(redis: Server) -> Iterator[Place]:
 
 # What is taken for a page.
 
-ALL, LOST = [Status.OK] * LAYERS, Status.MISS
+LOST = Status.MISS
 
 
-def truncate(place: Place, name: str) -> None:
-    tell(place.server, "SET", name, bytes(page_of(LayerKey(key(1), 1)).numpy()[:-1]))
+def truncate(place: OnServer, name: str) -> None:
+    place.tell("SET", name, bytes(page_of(LayerKey(key(1), 1)).numpy()[:-1]))
 
 
-def flip_a_bit(place: Place, name: str) -> None:
-    tell(place.server, "SETBIT", name, "8007", "1")
-    tell(place.server, "SETBIT", name, "8006", "0")
-    tell(place.server, "SETBIT", name, "8005", "1")
+def flip_a_bit(place: OnServer, name: str) -> None:
+    place.tell("SETBIT", name, "8007", "1")
+    place.tell("SETBIT", name, "8006", "0")
+    place.tell("SETBIT", name, "8005", "1")
 
 
-DAMAGE: dict[str, Callable[[Place, str], object]] = {
+DAMAGE: dict[str, Callable[[OnServer, str], object]] = {
     "truncated": truncate,
-    "too long": lambda place, name: tell(place.server, "APPEND", name, "x"),
+    "too long": lambda place, name: place.tell("APPEND", name, "x"),
     "other bytes": flip_a_bit,
-    "empty": lambda place, name: tell(place.server, "SET", name, ""),
-    "another layer's": lambda place, name: tell(place.server, "COPY", place.name(1, 2), name, "REPLACE"),
-    "another chunk's": lambda place, name: tell(place.server, "COPY", place.name(2, 1), name, "REPLACE"),
+    "empty": lambda place, name: place.tell("SET", name, ""),
+    "another layer's": lambda place, name: place.tell("COPY", name_of(1, 2), name, "REPLACE"),
+    "another chunk's": lambda place, name: place.tell("COPY", name_of(2, 1), name, "REPLACE"),
     "another type": lambda place, name: [
-        tell(place.server, *command) for command in (("DEL", name), ("LPUSH", name, "x"))
+        place.tell(*command) for command in (("DEL", name), ("LPUSH", name, "x"))
     ],
-    "without a seal": lambda place, name: tell(place.server, "DEL", f"{name}:seal"),
-    "with another seal": lambda place, name: tell(place.server, "SET", f"{name}:seal", "lwkv1 of mine"),
-    "with a seal too long": lambda place, name: tell(place.server, "SET", f"{name}:seal", "x" * 300),
+    "without a seal": lambda place, name: place.tell("DEL", f"{name}:seal"),
+    "with another seal": lambda place, name: place.tell("SET", f"{name}:seal", "lwkv1 of mine"),
+    "with a seal too long": lambda place, name: place.tell("SET", f"{name}:seal", "x" * 300),
     "another chunk's with its seal": lambda place, name: [
-        tell(place.server, "COPY", place.name(2, 1) + part, name + part, "REPLACE") for part in ("", ":seal")
+        place.tell("COPY", name_of(2, 1) + part, name + part, "REPLACE") for part in ("", ":seal")
     ],
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_not_what_was_put_is_a_miss_and_its_chunk_is_not_promised_again(
-    place: Place, damage: str
+    place: OnServer, damage: str
 ) -> None:
-    DAMAGE[damage](place, place.name(1, 1))
+    DAMAGE[damage](place, name_of(1, 1))
     assert place.load(1, 2) == [[Status.OK, LOST, Status.OK], ALL]
     assert place.there(1, 2) == [False, True]
-    counted = place.counters.totals()
+    counted = place.counted()
     assert sum(counted.get(f"valkey_{why}", 0) for why in ("spoiled", "vanished")) == 1
     place.store(1)
     assert (place.there(1), place.load(1)) == ([True], [ALL])
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_chunk_of_which_the_server_evicted_a_page_is_not_there(place: Place, layer: int) -> None:
-    tell(place.server, "DEL", place.name(1, layer))
+def test_a_chunk_of_which_the_server_evicted_a_page_is_not_there(place: OnServer, layer: int) -> None:
+    place.tell("DEL", name_of(1, layer))
     assert place.there(1, 2) == [False, True]
 
 
-def test_a_page_that_is_evicted_after_the_lookup_is_a_miss(place: Place) -> None:
+def test_a_page_that_is_evicted_after_the_lookup_is_a_miss(place: OnServer) -> None:
     assert place.there(1, 2) == [True, True]
-    tell(place.server, "DEL", place.name(2, 1), f"{place.name(2, 1)}:seal")
+    place.tell("DEL", name_of(2, 1), f"{name_of(2, 1)}:seal")
     assert place.load(1, 2) == [ALL, [Status.OK, LOST, Status.OK]]
-    assert place.counters.totals() == {"valkey_vanished": 1}
+    assert place.counted() == {"valkey_vanished": 1}
 
 
-def test_looking_a_chunk_up_has_the_server_keep_all_of_it(place: Place) -> None:
+def test_looking_a_chunk_up_has_the_server_keep_all_of_it(place: OnServer) -> None:
     """Servers evict what was not used for longest, value by value."""
-    names = [place.name(1, layer) for layer in range(LAYERS)]
-    wait_until(lambda: b":0" not in tell(place.server, "OBJECT", "IDLETIME", names[0]), "a second to pass")
+    names = [name_of(1, layer) for layer in range(LAYERS)]
+    wait_until(lambda: b":0" not in place.tell("OBJECT", "IDLETIME", names[0]), "a second to pass")
     assert place.there(1) == [True]
-    assert [tell(place.server, "OBJECT", "IDLETIME", name) for name in names] == [b":0\r\n"] * LAYERS
+    assert [place.tell("OBJECT", "IDLETIME", name) for name in names] == [b":0\r\n"] * LAYERS
 
 
-def test_a_server_that_is_full_refuses_puts_and_goes_on_answering(place: Place) -> None:
-    tell(place.server, "CONFIG", "SET", "maxmemory", "1")
+def test_a_server_that_is_full_refuses_puts_and_goes_on_answering(place: OnServer) -> None:
+    place.tell("CONFIG", "SET", "maxmemory", "1")
     try:
         with pytest.raises(RuntimeError, match="maxmemory"):
             place.store(3)
         assert (place.there(1, 3), place.load(2)) == ([True, False], [ALL])
     finally:
-        tell(place.server, "CONFIG", "SET", "maxmemory", "0")
+        place.tell("CONFIG", "SET", "maxmemory", "0")
     place.store(3)
     assert place.load(3) == [ALL]
 
@@ -186,7 +160,7 @@ def test_a_server_that_is_full_evicts_and_no_wrong_page_comes(tmp_path: Path) ->
         place.tier.close()
 
 
-def test_one_call_takes_no_longer_than_its_deadline(place: Place) -> None:
+def test_one_call_takes_no_longer_than_its_deadline(place: OnServer) -> None:
     asked = [LayerKey(key(1), layer) for layer in range(LAYERS)]
     pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in asked]
     assert place.tier.get(asked, pages, 0.0) == [Status.ERROR] * LAYERS

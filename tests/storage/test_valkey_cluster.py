@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
-import torch
-from storage.places import make_setup
-from storage.rig import NUM_LAYERS, keys
+from storage.remote_place import ALL, LAYERS, LONG_S, Place
+from storage.rig import key
 from storage.servers import Server, join_cluster, redis_cluster, running, tell, valkey_program, wait_until
 
 from lwkv.config import Config
-from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage import Status
-from lwkv.storage.valkey import ValkeyTier, examine, open_tier
+from lwkv.storage.valkey import ValkeyTier, examine
 
-LONG_S = 30.0
-PAGE_BYTES = 1000
-CHUNKS = keys(*range(30))
-ALL = [Status.OK] * NUM_LAYERS
+NUMBERS = range(30)
 
 
 @dataclass
-class Cluster:
-    """Three servers and a tier on them."""
+class Cluster(Place):
+    """A tier on several servers."""
 
-    servers: list[Server]
-    tier: ValkeyTier
+    servers: list[Server] = field(default_factory=list)
 
-    def server_of(self, chunk: ChunkKey) -> str:
-        return self.tier._shards.server_of(chunk.to_string())
+    def server_of(self, number: int) -> str:
+        assert isinstance(self.tier, ValkeyTier)
+        return self.tier._shards.server_of(key(number).to_string())
 
-    def chunks_of(self, *servers: Server) -> list[ChunkKey]:
+    def numbers_on(self, *servers: Server) -> list[int]:
         names = [f"127.0.0.1:{server.port}" for server in servers]
-        return [chunk for chunk in CHUNKS if self.server_of(chunk) in names]
+        return [number for number in NUMBERS if self.server_of(number) in names]
 
-    def put(self, chunk: ChunkKey) -> list[Status]:
-        asked = chunk.split_layers(NUM_LAYERS)
-        return self.tier.put(asked, [page_of(each) for each in asked], LONG_S)
-
-    def load(self, *chunks: ChunkKey) -> list[list[Status]]:
-        return [self._load(chunk) for chunk in chunks]
-
-    def serves(self, chunk: ChunkKey) -> bool:
-        return self.put(chunk) == ALL and self.tier.contains([chunk], LONG_S) == [True]
-
-    def _load(self, chunk: ChunkKey) -> list[Status]:
-        asked = chunk.split_layers(NUM_LAYERS)
-        pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in asked]
-        statuses = self.tier.get(asked, pages, LONG_S)
-        for each, page, status in zip(asked, pages, statuses, strict=True):
-            assert status is not Status.OK or torch.equal(page, page_of(each))
-        return statuses
-
-
-def page_of(asked: LayerKey) -> torch.Tensor:
-    return torch.full((PAGE_BYTES,), asked.chunk.hash[0] * NUM_LAYERS + asked.layer, dtype=torch.uint8)
+    def serves(self, number: int) -> bool:
+        return self.put(number) == ALL and self.there(number) == [True]
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +48,20 @@ def cluster(servers: list[Server]) -> Iterator[Cluster]:
     for server in servers:
         tell(server, "FLUSHALL")
     hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    tier = open_tier(f"valkey://{hosts}?timeout_s=0.5", make_setup(PAGE_BYTES, NUM_LAYERS))
-    opened = Cluster(servers, tier)
-    for chunk in CHUNKS:
-        assert opened.put(chunk) == ALL
+    opened = Cluster(f"valkey://{hosts}?timeout_s=0.5", servers=servers)
+    opened.store(*NUMBERS)
     yield opened
-    tier.close()
+    opened.tier.close()
 
 
 def test_every_shard_has_some_of_the_chunks_and_all_of_each(cluster: Cluster) -> None:
-    parts = [cluster.chunks_of(server) for server in cluster.servers]
+    parts = [cluster.numbers_on(server) for server in cluster.servers]
     assert all(parts)
-    assert sum(map(len, parts)) == len(CHUNKS)
+    assert sum(map(len, parts)) == len(NUMBERS)
     for server, part in zip(cluster.servers, parts, strict=True):
-        assert tell(server, "DBSIZE") == b":%d\r\n" % (len(part) * NUM_LAYERS * 2)
-    assert cluster.tier.contains([*CHUNKS, *keys(99)], LONG_S) == [True] * len(CHUNKS) + [False]
-    assert cluster.load(*CHUNKS) == [ALL] * len(CHUNKS)
+        assert tell(server, "DBSIZE") == b":%d\r\n" % (len(part) * LAYERS * 2)
+    assert cluster.there(*NUMBERS, 99) == [True] * len(NUMBERS) + [False]
+    assert cluster.load(*NUMBERS) == [ALL] * len(NUMBERS)
 
 
 @pytest.mark.parametrize(("harm", "heal"), [(Server.kill, Server.start), (Server.freeze, Server.thaw)])
@@ -95,15 +69,15 @@ def test_a_shard_that_fails_takes_its_own_chunks_away_and_no_others(
     cluster: Cluster, harm: Callable[[Server], None], heal: Callable[[Server], None]
 ) -> None:
     broken, *whole = cluster.servers
-    lost, kept = cluster.chunks_of(broken), cluster.chunks_of(*whole)
+    lost, kept = cluster.numbers_on(broken), cluster.numbers_on(*whole)
     harm(broken)
     try:
         for _ in range(2):
-            assert set(map(tuple, cluster.load(*kept))) == {tuple(ALL)}
-            assert cluster.load(lost[0]) == [[Status.ERROR] * NUM_LAYERS]
-        there = dict(zip(CHUNKS, cluster.tier.contains(CHUNKS, LONG_S), strict=True))
+            assert cluster.load(*kept) == [ALL] * len(kept)
+            assert cluster.load(lost[0]) == [[Status.ERROR] * LAYERS]
+        there = dict(zip(NUMBERS, cluster.there(*NUMBERS), strict=True))
         assert there == dict.fromkeys(lost, False) | dict.fromkeys(kept, True)
-        assert cluster.put(lost[0]) == [Status.ERROR] * NUM_LAYERS
+        assert cluster.put(lost[0]) == [Status.ERROR] * LAYERS
         assert cluster.put(kept[0]) == ALL
     finally:
         heal(broken)
@@ -116,11 +90,11 @@ def test_a_cluster_that_is_gone_as_a_whole_is_an_error_of_the_tier(cluster: Clus
         server.freeze()
     try:
         with pytest.raises(ConnectionError):
-            cluster.load(*CHUNKS)
+            cluster.load(*NUMBERS)
     finally:
         for server in cluster.servers:
             server.thaw()
-    wait_until(lambda: all(map(cluster.serves, CHUNKS)), "the cluster to serve again", LONG_S)
+    wait_until(lambda: all(map(cluster.serves, NUMBERS)), "the cluster to serve again", LONG_S)
 
 
 def test_the_doctor_is_told_which_shards_there_are(cluster: Cluster) -> None:
