@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,8 @@ class Bed:
 
     `source` and `target` are int64 (num_tokens,), the slots of the two places. Host memory for `prompts`
     whole prompts is page-locked at once, so that this is in nobody's time: a new prompt then takes the place
-    of the one that was used least recently. Leaving a `with` block gives all of it back.
+    of the one that was used least recently. Leaving a `with` block gives all of it back. `config` has
+    settings beside those that the sizes ask for.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Bed:
         prompts: int = 4,
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.platform, self.device, self.shape, self.num_tokens = platform, device, shape, num_tokens
         per_place = -(-num_tokens // shape.block_size)
@@ -54,7 +57,7 @@ class Bed:
         self.target = _slots(blocks[per_place:], shape.block_size)[:num_tokens]
         self._numbers = itertools.count()
         self.engine = CacheEngine.create(
-            _config(shape, num_tokens, prompts),
+            _config(shape, num_tokens, prompts, config or {}),
             _metadata(shape),
             self.caches,
             layout_hints=LayoutHints(block_size=shape.block_size, layout=layout),
@@ -133,7 +136,7 @@ class Bed:
             yield from (part for part in (layer.k, layer.v) if part is not None)
 
 
-def _config(shape: Shape, num_tokens: int, prompts: int) -> Config:
+def _config(shape: Shape, num_tokens: int, prompts: int, settings: Mapping[str, Any]) -> Config:
     page = -(-shape.chunk_size * shape.token_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
     gib = prompts * shape.num_layers * (num_tokens // shape.chunk_size) * page / 2**30
     return Config(
@@ -141,6 +144,7 @@ def _config(shape: Shape, num_tokens: int, prompts: int) -> Config:
         use_layerwise=True,
         max_local_cpu_size=gib,
         extra_config={"reserve_gib": gib},
+        **settings,
     )
 
 

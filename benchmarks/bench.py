@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ NUM_PARTS_OF_PREFIX = 8
 class Bench:
     """One run: a shape on a device, a cached prefix, suffixes to compute; sizes in tokens.
 
+    `disk` is a folder of the disk that is measured; None for where the system keeps temporary files.
+
     Raises:
         ConfigError: the prefix cannot be cut into eight requests of whole chunks; no suffix; no repeat.
     """
@@ -34,6 +37,7 @@ class Bench:
     prefix: int
     suffixes: tuple[int, ...]
     repeats: int
+    disk: Path | None = None
 
     def __post_init__(self) -> None:
         unit = NUM_PARTS_OF_PREFIX * self.shape.chunk_size

@@ -65,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("bench-output"), metavar="DIR", help="for files (bench-output)"
     )
+    parser.add_argument(
+        "--disk", type=Path, metavar="DIR", help="a folder of the disk to measure (where temporary files are)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -96,7 +99,7 @@ def _bench(platform: Platform, args: argparse.Namespace) -> Bench:
     name = chosen.pop("shape")
     if name not in SHAPES:
         raise ConfigError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
-    return Bench(platform, platform.current_device(), SHAPES[name], **chosen)
+    return Bench(platform, platform.current_device(), SHAPES[name], disk=args.disk, **chosen)
 
 
 def _command(bench: Bench, parts: list[str], output: Path) -> str:
@@ -109,6 +112,7 @@ def _command(bench: Bench, parts: list[str], output: Path) -> str:
         "repeats": bench.repeats,
         "only": ",".join(parts),
         "output": output,
+        **({"disk": bench.disk} if bench.disk else {}),
     }
     return shlex.join(
         ["lwkv", "bench", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]

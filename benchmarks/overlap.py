@@ -43,11 +43,7 @@ class Overlaps(Findings):
     overlaps: list[Overlap]
 
     def lines(self, absolute: bool) -> Iterator[str]:
-        yield "ms of computing a suffix, of loading its prefix, and of both; ratio: layerwise over the larger"
-        if absolute:
-            yield from _times(self.overlaps)
-        else:
-            yield from _ratios(self.overlaps)
+        yield from overlap_lines(self.overlaps, absolute)
 
 
 def measure_overlaps(bench: Bench) -> Overlaps:
@@ -62,12 +58,13 @@ def measure_overlaps(bench: Bench) -> Overlaps:
         with bench.bed(prefix, prompts=1) as bed:
             bed.fill()
             kept = bed.new_prompt()
-            found += [_measure_overlap(bench, bed, kept, suffix) for suffix in suffixes]
+            found += [measure_overlap(bench, bed, kept, suffix) for suffix in suffixes]
     return Overlaps(found)
 
 
 @torch.inference_mode()
-def _measure_overlap(bench: Bench, bed: Bed, kept: Slots, suffix: int) -> Overlap:
+def measure_overlap(bench: Bench, bed: Bed, kept: Slots, suffix: int) -> Overlap:
+    """Compute a suffix and load `kept`, apart, layer by layer, and one after the other."""
     stack = Stack(bed.shape, bed.num_tokens, suffix, bed.device)
     steps, hosts = LayerSteps(bed.engine), HostTimes()
 
@@ -101,6 +98,12 @@ def _measure_overlap(bench: Bench, bed: Bed, kept: Slots, suffix: int) -> Overla
         wait_ms=median_host_ms(hosts.waits),
         start_ms=median_host_ms(hosts.starts),
     )
+
+
+def overlap_lines(overlaps: list[Overlap], absolute: bool) -> Iterator[str]:
+    """Tell them to a reader."""
+    yield "ms of computing a suffix, of loading its prefix, and of both; ratio: layerwise over the larger"
+    yield from _times(overlaps) if absolute else _ratios(overlaps)
 
 
 def _times(overlaps: list[Overlap]) -> Iterator[str]:

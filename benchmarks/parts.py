@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.blend import measure_blend
+from lwkv.benchmarks.disk import measure_disk
 from lwkv.benchmarks.findings import Findings
 from lwkv.benchmarks.host import measure_host
 from lwkv.benchmarks.interference import measure_interference
@@ -45,6 +46,7 @@ PARTS = {
     "sweep": Part("Chunk sizes, layouts, batches", measure_sweep),
     "pipeline": Part("The pipeline alone", measure_throttled),
     "blend": Part("Blending", measure_blend),
+    "disk": Part("The disk tier", measure_disk),
     "timeline": Part("One overlapped prefill", record_prefill),
     PEERS: Part("LMCache in the same process", measure_peers, on_host=False),
 }

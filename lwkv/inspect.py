@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lwkv.errors import ConfigError
+from lwkv.storage.checksum import checksum
 from lwkv.storage.disk_folder import CHUNK_SUFFIX, Kind, kind_of
-from lwkv.storage.disk_format import ALIGNMENT, BadFileError, Header, checksum, header_size, unpack
+from lwkv.storage.disk_format import ALIGNMENT, BadFileError, Header, header_size, unpack
 from lwkv.storage.disk_lock import is_owned, locked
 
 LOCK_TIMEOUT_S = 10.0

@@ -17,8 +17,9 @@ from lwkv.config import Config
 from lwkv.counters import Counters
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, LayerKey
+from lwkv.storage.checksum import checksum, checksum_by
 from lwkv.storage.disk_folder import NO_FILE, Draft, Folder
-from lwkv.storage.disk_format import BadFileError, FileForm, Header, checksum, pack, unpack
+from lwkv.storage.disk_format import BadFileError, FileForm, Header, pack, unpack
 from lwkv.storage.disk_headers import Headers
 from lwkv.storage.disk_io import (
     bytes_of,
@@ -237,6 +238,7 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
         "used": f"{folder.used_bytes / 2**30:.2f} of {config.max_local_disk_size:g} GiB",
         "free on its file system": f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB",
         "reads and writes": _way(direct),
+        "checksums by": checksum_by() + (": the package isal is faster" if checksum_by() == "zlib" else ""),
     }
 
 
