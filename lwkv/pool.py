@@ -13,8 +13,8 @@ import torch
 
 from lwkv.counters import Counters
 from lwkv.errors import ConfigError
-from lwkv.free_list import FreeList
 from lwkv.layer_copies import LayerCopies
+from lwkv.page_counts import PageCounts
 from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
 
@@ -67,9 +67,7 @@ class HostPool:
         self._span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
         self._slabs: list[torch.Tensor] = []
         self._bases = np.zeros(0, np.int64)
-        self._free = FreeList(0, self._span)
-        # One more than there are pages, always 0: it stands for all numbers that no page has.
-        self._references = np.zeros(1, np.int32)
+        self._counts = PageCounts(self._span)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self.num_pages = 0
@@ -82,19 +80,19 @@ class HostPool:
     @property
     def pages_in_use(self) -> int:
         with self._lock:
-            return self.num_pages - self._free.num_free
+            return self.num_pages - self._counts.num_free
 
     @property
     def available(self) -> int:
         """Pages that are free, or could be if memory were page-locked now; 0 after `close`."""
         with self._lock:
-            return 0 if self._closed else self._free.num_free + self._growth_left()
+            return 0 if self._closed else self._counts.num_free + self._growth_left()
 
     @property
     def references(self) -> int:
         """Sum of all reference counts."""
         with self._lock:
-            return int(self._references.sum())
+            return self._counts.total
 
     def reserve(self, num_bytes: int) -> None:
         """Page-lock slabs for `num_bytes` now instead of on demand. Raises MemoryError."""
@@ -112,8 +110,8 @@ class HostPool:
             with self._lock:
                 if self._closed or count > self.max_pages:
                     return None
-                if count <= self._free.num_free:
-                    return self._take(count)
+                if count <= self._counts.num_free:
+                    return self._counts.take(count)
                 if not self._growth_left():
                     return None
             self._grow_for(count)
@@ -121,7 +119,7 @@ class HostPool:
     def shortage(self, count: int) -> int:
         """How many pages more would have to be free for `allocate(count)`; more than exist after `close`."""
         with self._lock:
-            return self.max_pages + 1 if self._closed else max(0, count - self._free.num_free)
+            return self.max_pages + 1 if self._closed else max(0, count - self._counts.num_free)
 
     def grow_ahead(self, count: int) -> None:
         """Page-lock slabs now, where there may be more, so that `count` pages are free. Blocks meanwhile."""
@@ -131,13 +129,12 @@ class HostPool:
     def shared(self, pages: Int64s) -> npt.NDArray[np.bool_]:
         """Which of `pages`, of any shape, have several references: one `release` does not free them."""
         with self._lock:
-            several: npt.NDArray[np.bool_] = self._references[pages] > 1
-            return several
+            return self._counts.shared(pages)
 
     def share(self, pages: Int64s) -> None:
         """Add one reference to each of `pages`. Raises ValueError as `release`."""
         with self._lock:
-            self._references[self._require_used(pages)] += 1
+            self._counts.share(pages)
 
     def release(self, pages: Int64s) -> None:
         """Drop one reference of each of `pages`, in any order; free those at zero.
@@ -145,9 +142,7 @@ class HostPool:
         Raises ValueError, having changed nothing, for a page that is not in use or is named twice.
         """
         with self._lock:
-            pages = self._require_used(pages)
-            self._references[pages] -= 1
-            self._free.give(pages[self._references[pages] == 0])
+            self._counts.release(pages)
             self._end()
 
     def page(self, number: int) -> torch.Tensor:
@@ -168,13 +163,8 @@ class HostPool:
             self._end()
 
     def _end(self) -> None:
-        if self._closed and not self._references.any():
+        if self._closed and self._counts.num_free == self.num_pages:
             self._slabs = []
-
-    def _take(self, count: int) -> Int64s:
-        pages = self._free.take(count)
-        self._references[pages] = 1
-        return pages
 
     def _growth_left(self) -> int:
         """Pages that may still be added, as far as is known now."""
@@ -184,7 +174,7 @@ class HostPool:
     def _grow_for(self, count: int) -> bool:
         """Add a slab if `count` pages are not free; False if they are, or there is no more to be had."""
         with self._growing:
-            if self._closed or self._free.num_free >= count or not self._growth_left():
+            if self._closed or self._counts.num_free >= count or not self._growth_left():
                 return False
             try:
                 self._grow()
@@ -217,16 +207,5 @@ class HostPool:
             # A new list: batches made before keep the one they were given.
             self._slabs = [*self._slabs, slab]
             self._bases = np.append(self._bases, slab.data_ptr())
-            self._references = np.append(self._references, np.zeros(end - start, np.int32))
-            self._free.grow(end)
-            self._free.give(np.arange(start, end))
+            self._counts.grow(end - start)
             self.num_pages = end
-
-    def _require_used(self, pages: Int64s) -> Int64s:
-        """Return `pages` sorted."""
-        pages = np.sort(pages)
-        wrong = (pages < 0) | (self._references.take(pages, mode="clip") == 0)
-        wrong[1:] |= pages[1:] == pages[:-1]
-        if wrong.any():
-            raise ValueError(f"pages {pages[wrong].tolist()} are not in use, or are named twice")
-        return pages

@@ -457,7 +457,7 @@ class PoolMachine(RuleBasedStateMachine):
     def counts_agree_and_no_page_was_handed_out_twice(self) -> None:
         assert self.pool.pages_in_use == len(self.counts)
         assert self.pool.references == sum(self.counts.values())
-        assert self.pool._free.num_free == self.pool.num_pages - len(self.counts)
+        assert self.pool._counts.num_free == self.pool.num_pages - len(self.counts)
         assert all(self.pool.page(page).tolist() == [page + 1] * PAGE_BYTES for page in self.counts)
 
     def teardown(self) -> None:

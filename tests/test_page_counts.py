@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lwkv.free_list import FreeList
+from lwkv.page_counts import PageCounts
 
 SPAN = 7
 SLABS = 3
+
+
+def with_free(free: Sequence[int]) -> PageCounts:
+    """Pages of which these are free and all others in use."""
+    pages = PageCounts(SPAN)
+    pages.grow(SLABS * SPAN)
+    pages.take(SLABS * SPAN)
+    pages.release(np.array(free, np.int64))
+    return pages
 
 
 def runs_in(free: set[int]) -> list[tuple[int, int]]:
@@ -32,13 +42,14 @@ def runs_of(pages: list[int]) -> int:
     )
 
 
-class FreeListMachine(RuleBasedStateMachine):
-    """A free list beside the set of pages that it must hold."""
+class PageCountsMachine(RuleBasedStateMachine):
+    """Counts beside the set of pages that must be free, and those that have several references."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages = FreeList(SLABS * SPAN, SPAN)
+        self.pages = with_free([])
         self.free: set[int] = set()
+        self.shared: set[int] = set()
 
     @property
     def taken(self) -> list[int]:
@@ -46,10 +57,18 @@ class FreeListMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
-    def give(self, data: Any) -> None:
+    def release(self, data: Any) -> None:
         given = data.draw(st.lists(st.sampled_from(self.taken), unique=True))
-        self.pages.give(np.array(given, np.int64))
-        self.free |= set(given)
+        self.pages.release(np.array(given, np.int64))
+        self.free |= set(given) - self.shared
+        self.shared -= set(given)
+
+    @precondition(lambda self: set(self.taken) - self.shared)
+    @rule(data=st.data())
+    def share(self, data: Any) -> None:
+        page = data.draw(st.sampled_from(sorted(set(self.taken) - self.shared)))
+        self.pages.share(np.array([page]))
+        self.shared.add(page)
 
     @rule(data=st.data())
     def take(self, data: Any) -> None:
@@ -63,50 +82,53 @@ class FreeListMachine(RuleBasedStateMachine):
         assert neighbours or runs_of(found) == fewest
         self.free -= set(found)
 
-    @rule(more=st.integers(1, 3))
-    def refuse_to_take_more_than_there_is(self, more: int) -> None:
-        with pytest.raises(ValueError, match=f"asked for {len(self.free) + more} free pages"):
-            self.pages.take(len(self.free) + more)
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def refuse_to_release_or_share_what_is_free(self, data: Any) -> None:
+        page = data.draw(st.sampled_from(sorted(self.free)))
+        for change in (self.pages.release, self.pages.share):
+            with pytest.raises(ValueError, match=rf"pages \[{page}\] are not in use"):
+                change(np.array([*self.taken, page]))
 
     @invariant()
     def counts_are_those_of_the_set(self) -> None:
         assert self.pages.num_free == len(self.free)
+        assert self.pages.total == len(self.taken) + len(self.shared)
+        assert self.pages.shared(np.array(self.taken, np.int64)).tolist() == [
+            page in self.shared for page in self.taken
+        ]
 
 
-TestFreeList = FreeListMachine.TestCase
-TestFreeList.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPageCounts = PageCountsMachine.TestCase
+TestPageCounts.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def test_in_pieces_the_longest_run_is_taken_first() -> None:
-    pages = FreeList(21, SPAN)
-    pages.give(np.array([0, 1, 7, 8, 9, 10, 11, 14, 15, 16]))
+    pages = with_free([0, 1, 7, 8, 9, 10, 11, 14, 15, 16])
     assert pages.take(6).tolist() == [7, 8, 9, 10, 11, 14]
     assert sorted(pages.take(4).tolist()) == [0, 1, 15, 16]
 
 
 def test_pages_behind_the_last_are_taken_next_as_long_as_they_are_free() -> None:
-    pages = FreeList(21, SPAN)
-    pages.give(np.arange(21))
+    pages = with_free(range(21))
     assert [pages.take(count).tolist() for count in (3, 4, 7)] == [[0, 1, 2], [3, 4, 5, 6], [*range(7, 14)]]
-    pages.give(np.arange(14))
+    pages.release(np.arange(14))
     assert pages.take(6).tolist() == [14, 15, 16, 17, 18, 19]
     assert pages.take(2).tolist() == [0, 1]
     assert pages.take(9).tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_a_run_ends_with_its_slab() -> None:
-    pages = FreeList(21, SPAN)
-    pages.give(np.array([4, 5, 6, 7, 8]))
+    pages = with_free([4, 5, 6, 7, 8])
     assert pages.take(3).tolist() == [4, 5, 6]
     assert pages.take(2).tolist() == [7, 8]
 
 
-def test_pages_that_are_added_are_free_once_they_are_given() -> None:
-    pages = FreeList(0, SPAN)
-    pages.grow(3)
+def test_pages_that_are_added_are_free() -> None:
+    pages = PageCounts(SPAN)
     assert (pages.num_free, pages.take(0).tolist()) == (0, [])
-    pages.give(np.array([1, 2]))
-    pages.grow(9)
-    pages.give(np.arange(3, 9))
+    pages.grow(3)
+    assert pages.take(1).tolist() == [0]
+    pages.grow(6)
     assert pages.take(5).tolist() == [1, 2, 3, 4, 5]
     assert sorted(pages.take(3).tolist()) == [6, 7, 8]
