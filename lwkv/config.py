@@ -166,6 +166,11 @@ class Config(BaseSettings):
         return self.extra_config.lookahead_layers
 
     @property
+    def group_bytes(self) -> int:
+        """Layers are saved several at a time up to so many bytes together."""
+        return self.extra_config.group_bytes
+
+    @property
     def slab_bytes(self) -> int:
         return self.extra_config.slab_bytes
 

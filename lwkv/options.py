@@ -143,6 +143,10 @@ class ExtraConfig(BaseModel):
     lookahead_layers: CountOrZero = Field(
         default=1, description="Layers whose load is queued before the model asks for them."
     )
+    group_bytes: CountOrZero = Field(
+        default=8 << 20,
+        description="Layers are saved several at a time as long as they have fewer bytes together.",
+    )
     slab_bytes: Count = Field(
         default=256 << 20,
         description="Bytes of host memory that are page-locked at a time, as the pool grows.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -62,13 +62,12 @@ class BatchStoring:
             self._begin(transfer if new.all() else transfer.only(new), self._write.pages)
 
     def queue(self, layer: int) -> None:
-        if self._write is not None and self._save is not None:
-            try:
-                self._connector.save_layer(self._save, layer, self._write.pages[layer], self._sync)
-            except DEVICE_FAILURES as error:
-                self._give_up(error)
+        if self._write is not None:
+            pages = self._write.pages[layer]
+            self._go_on(lambda save: self._connector.save_layer(save, layer, pages))
 
     def commit(self) -> None:
+        self._go_on(self._connector.finish_save)
         self._committed = True
         self.close()
 
@@ -108,9 +107,17 @@ class BatchStoring:
         if failure is not None:
             raise failure
 
+    def _go_on(self, work: Callable[[Save], None]) -> None:
+        """Do some of the save, if there is one."""
+        if self._save is not None:
+            try:
+                work(self._save)
+            except DEVICE_FAILURES as error:
+                self._give_up(error)
+
     def _begin(self, transfer: Transfer, pages: Int64s) -> None:
         try:
-            self._save = self._connector.begin_save(transfer, pages)
+            self._save = self._connector.begin_save(transfer, pages, self._sync)
         except DEVICE_FAILURES as error:
             self._give_up(error)
 

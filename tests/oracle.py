@@ -222,6 +222,7 @@ class Oracle:
         staging_bytes: int = 1,
         lookahead: int = 1,
         staging_buffers: int = 2,
+        group_bytes: int = 0,
         **settings: Any,
     ) -> CacheEngine:
         """An engine whose staging holds a chunk and whose pool has `pages` pages in slabs of five."""
@@ -230,6 +231,7 @@ class Oracle:
             "staging_bytes": staging_bytes,
             "staging_buffers": staging_buffers,
             "lookahead_layers": lookahead,
+            "group_bytes": group_bytes,
             "slab_bytes": 5 * stride,
         }
         config = Config(

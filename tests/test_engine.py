@@ -72,6 +72,7 @@ class Case:
     pages: int
     staging_chunks: int
     lookahead: int
+    group_chunks: int
     prefetch: int
     sync: bool
     failing_layer: int | None
@@ -102,6 +103,7 @@ CASES = st.builds(
     pages=st.sampled_from([2, 8, 64]),
     staging_chunks=st.integers(1, 3),
     lookahead=st.integers(0, 3),
+    group_chunks=st.integers(0, 9),
     prefetch=st.integers(0, 3),
     sync=st.booleans(),
     failing_layer=st.none() | st.integers(0, LAYERS - 1),
@@ -111,7 +113,7 @@ CASES = st.builds(
     steps=st.none() | st.integers(0, LAYERS + 1),
 )
 HIT = Case(
-    (Share(24, 24, 0, False),), False, False, False, False, 64, 1, 1, 2, True, None, None, None
+    (Share(24, 24, 0, False),), False, False, False, False, 64, 1, 1, 0, 2, True, None, None, None
 )  # paged, single, all of it
 
 
@@ -122,6 +124,7 @@ def start(case: Case, oracle: Oracle, tier: MemoryTier) -> CacheEngine:
         tiers=[tier] if case.tier else [],
         staging_bytes=4 * case.staging_chunks * oracle.page_bytes(CHUNK),
         lookahead=case.lookahead,
+        group_bytes=case.group_chunks * oracle.page_bytes(CHUNK),
         prefetch_layers=case.prefetch,
         save_unfull_chunk=case.partial,
         enable_blending=case.buffered,

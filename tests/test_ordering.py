@@ -247,6 +247,21 @@ def save_before_the_model_has_written(cpu: CPU, remove: Remove) -> None:
         require_stored(stage)
 
 
+def save_of_a_group_before_the_model_has_written(cpu: CPU, remove: Remove) -> None:
+    """Layers that are queued together, the first of them computed on another stream than the last."""
+    with staged(cpu, group_bytes=1 << 20) as stage:
+        stage.make_late("compute")
+        remove(stage.connector._saver, "_wait_for_writers")
+        steps, other = stage.engine.store_layer(NEW, slot_mapping=SECOND), cpu.new_stream(HOST)
+        for layer in range(LAYERS):
+            with cpu.use_stream(stage.compute if layer < LAYERS // 2 else other):
+                stage.oracle.compute(NEW, SECOND, [layer])
+                next(steps)
+        next(steps)
+        assert stage.engine.flush()
+        require_stored(stage)
+
+
 def save_kernels_run_ahead_of_copies(cpu: CPU, remove: Remove) -> None:
     """More slices than staging buffers: a kernel must not fill one that is not copied."""
     with staged(cpu) as stage:
@@ -408,6 +423,7 @@ WAITS: dict[str, Callable[[CPU, Remove], None]] = {
         load_copies_run_ahead_of_kernels,
         load_kernels_run_ahead_of_copies,
         save_before_the_model_has_written,
+        save_of_a_group_before_the_model_has_written,
         save_kernels_run_ahead_of_copies,
         save_copies_run_ahead_of_kernels,
         blocks_are_reused_after_a_store,

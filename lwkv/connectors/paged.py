@@ -77,18 +77,25 @@ class PagedConnector(Loader):
         self._begin_load(load, pages)
         return load
 
-    def begin_save(self, transfer: Transfer, pages: Int64s) -> Save:
+    def begin_save(self, transfer: Transfer, pages: Int64s, sync: bool = True) -> Save:
         """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT.
 
-        Pages are int64 (layers, chunks), as they will be given layer by layer.
+        Args:
+            pages: int64 (layers, chunks), as they will be given layer by layer.
+            sync: save behind what the current stream holds when a layer is given.
         """
         plan = self._plan(transfer, self._save_lane)
         plan.know(pages)
-        return Save(self._saver, plan)
+        together = self._config.group_bytes // (self.page_bytes * transfer.num_chunks)
+        return Save(self._saver, plan, max(1, together), sync)
 
-    def save_layer(self, save: Save, layer: int, pages: Int64s, sync: bool = True) -> None:
-        """Queue one layer into pages, int64 (chunks,), behind what the current stream holds if `sync`."""
-        save.saver.queue(save, layer, self.layers[layer], pages, sync)
+    def save_layer(self, save: Save, layer: int, pages: Int64s) -> None:
+        """Save a layer, which has been computed, into pages, int64 (chunks,): at the latest in `finish_save`."""
+        save.saver.add(save, layer, self.layers[layer], pages)
+
+    def finish_save(self, save: Save) -> None:
+        """Queue what is left of the layers given."""
+        save.saver.queue(save)
 
     def leave_save(self, save: Save) -> None:
         """Queue nothing more of a batch: what comes next may write to its blocks. As for `leave_load`."""

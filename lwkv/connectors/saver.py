@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,14 +22,20 @@ class Save:
 
     Attributes:
         saver: what the batch is queued with, up to its end.
-        stream: the current one of the batch's last step, None before any layer is queued.
+        group: how many layers are queued together.
+        sync: whether they are queued behind what the current stream holds when the last of them is computed.
+        stream: the current one of the batch's last step, None before any layer is computed.
+        waiting: layers that are computed and not queued yet: number, layer, and the pages it goes to.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
         before: the one filled before it.
     """
 
     saver: Saver
     plan: Plan
+    group: int = 1
+    sync: bool = True
     stream: Stream = None
+    waiting: list[tuple[int, PagedLayer, Int64s]] = field(default_factory=list)
     last: StagingBuffer | None = None
     before: StagingBuffer | None = None
 
@@ -51,35 +57,38 @@ class Saver:
         self._kernels = kernels
         self._timeline = timeline
 
-    def queue(self, save: Save, layer: int, source: PagedLayer, pages: Int64s, sync: bool = True) -> None:
-        """Queue kernel and copy of one layer, behind what the current stream holds now if `sync`.
+    def add(self, save: Save, layer: int, source: PagedLayer, pages: Int64s) -> None:
+        """Take a layer that the current stream has been told to compute; queue its group if that is full.
+
+        A model's own code makes ours slow in between: queued in a row, several layers take little more than
+        one.
 
         Args:
             source: the layer read; its rows must not change before the call that `release_blocks` orders.
             pages: int64 (chunks,), the host page of each chunk of the plan.
         """
-        lane = self._lane
-        save.stream = self._platform.current_stream(self._device)
-        if sync:
+        current = self._platform.current_stream(self._device)
+        if save.waiting and current != save.stream:
+            self.queue(save)
+        save.stream = current
+        save.waiting.append((layer, source, pages))
+        if len(save.waiting) >= save.group:
+            self.queue(save)
+
+    def queue(self, save: Save) -> None:
+        """Queue kernels and copies of all layers that wait, behind what the stream of the last one holds."""
+        waiting, save.waiting = save.waiting, []
+        if waiting and save.sync:
             self._wait_for_writers(save.stream)
-        recording = self._timeline.span("save", layer, lane.kernels)
-        copies = save.plan.copies(layer, source, pages)
-        for part, batch in zip(save.plan.slices(source), copies, strict=True):
-            buffer = lane.next_to_fill()
-            work = partial(self._kernels.gather, source, buffer.memory, part.rows)
-            self._platform.launch(lane.kernels, work)
-            lane.mark_filled(buffer)
-            save.before, save.last = save.last, buffer
-            lane.pass_on(buffer)
-            self._platform.save_batch(buffer.memory, batch, lane.copies)
-            lane.take_back(buffer)
-        recording.end(lane.copies)
+        for layer, source, pages in waiting:
+            self._queue(save, layer, source, pages)
 
     def release_blocks(self, save: Save) -> None:
         """Let blocks change once they have been read.
 
-        The batch's last stream waits for that, and so does the current one.
+        The batch's last stream waits for that, and so does the current one. What was not queued is not saved.
         """
+        save.waiting.clear()
         if save.last is not None:
             self._platform.wait_event(save.stream, save.last.filled)
             current = self._platform.current_stream(self._device)
@@ -94,6 +103,21 @@ class Saver:
         event = self._platform.new_event(blocking=save.before is None)
         self._platform.record(event, self._lane.copies)
         self._platform.d2h_fence(self._lane.copies, event)
+
+    def _queue(self, save: Save, layer: int, source: PagedLayer, pages: Int64s) -> None:
+        lane = self._lane
+        recording = self._timeline.span("save", layer, lane.kernels)
+        copies = save.plan.copies(layer, source, pages)
+        for part, batch in zip(save.plan.slices(source), copies, strict=True):
+            buffer = lane.next_to_fill()
+            work = partial(self._kernels.gather, source, buffer.memory, part.rows)
+            self._platform.launch(lane.kernels, work)
+            lane.mark_filled(buffer)
+            save.before, save.last = save.last, buffer
+            lane.pass_on(buffer)
+            self._platform.save_batch(buffer.memory, batch, lane.copies)
+            lane.take_back(buffer)
+        recording.end(lane.copies)
 
     def _wait_for_writers(self, current: Stream) -> None:
         self._platform.wait_stream(self._lane.kernels, current)

@@ -220,6 +220,47 @@ def test_more_staging_than_the_device_has_is_refused(make_oracle: Any) -> None:
         make_oracle("vllm_2bnhd").engine(8, staging_bytes=2**62)
 
 
+@pytest.mark.parametrize(
+    ("pages", "queued"), [(0, [1, 2, 3, 4, 5]), (7, [0, 2, 2, 4, 5]), (99, [0, 0, 0, 0, 5])]
+)
+def test_small_layers_are_saved_several_at_a_time(
+    make_oracle: Any, monkeypatch: pytest.MonkeyPatch, pages: int, queued: list[int]
+) -> None:
+    """Three chunks a layer: `pages` pages hold none, two or all of the layers."""
+    oracle, calls = make_oracle("vllm_2bnhd", layers=5), []
+    save_batch = oracle.platform.save_batch
+    with oracle.engine(8, staging_bytes=1 << 20, group_bytes=pages * oracle.page_bytes(8)) as engine:
+        monkeypatch.setattr(
+            oracle.platform, "save_batch", lambda *batch: (calls.append(batch), save_batch(*batch))
+        )
+        steps, counts = engine.store_layer(list(range(24)), slot_mapping=run_slots(0, 24)), []
+        for _ in range(5):
+            next(steps)
+            counts.append(len(calls))
+        next(steps)
+        assert [*counts[:4], len(calls)] == queued
+
+
+def test_known_layers_are_loaded_several_in_a_row(make_oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle, queued = make_oracle("vllm_2bnhd", layers=14), []
+    with oracle.engine(8) as engine:
+        store(oracle, engine, list(range(24)), run_slots(0, 24))
+        load_layer = engine.connector.load_layer
+        monkeypatch.setattr(
+            engine.connector,
+            "load_layer",
+            lambda load, i, pages: (queued.append(i), load_layer(load, i, pages)),
+        )
+        steps, counts = engine.retrieve_layer(list(range(24)), slot_mapping=run_slots(32, 24)), []
+        for _ in range(15):
+            next(steps)
+            counts.append(len(queued))
+        assert counts == [0, 1, 2, *[11] * 8, *[14] * 4]
+        assert queued == list(range(14))
+        *_, mask = steps
+        assert bool(mask.all())
+
+
 def test_a_load_keeps_its_tables_until_no_stream_reads_them(
     make_oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
