@@ -25,8 +25,8 @@ from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
 from lwkv.token_ids import TokenIds, as_token_ids
 
-# A batch is begun anew without what failed; then all of it is computed.
-MOST_TRIES = 2
+# So often a batch is begun with loads, each time without what failed before; then all of it is computed.
+MOST_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,15 @@ class Blender:
         _refuse_shared_slots(prompts)
         if not prompts:
             return []
-        for tried in range(MOST_TRIES + 1):
-            blended = self._try(prompts, [self._loads(prompt, tried) for prompt in prompts])
-            if blended is not None:
+        loads = [self._loads(prompt) for prompt in prompts]
+        for _ in range(MOST_TRIES):
+            blended, failed = self._try(prompts, loads)
+            if not failed:
                 break
             self._counters.add("blend_retries")
-        assert blended is not None, "the last try loads nothing"
+            loads = [[load for load in part if load not in failed] for part in loads]
+        else:
+            blended, _ = self._try(prompts, [[] for _ in prompts])
         self._count(blended)
         return blended
 
@@ -167,11 +170,11 @@ class Blender:
 
     def _try(
         self, prompts: Sequence[CheckedBlend], loads: Sequence[Sequence[SegmentLoad]]
-    ) -> list[Blended] | None:
-        """One pass; None where something did not arrive that was promised."""
+    ) -> tuple[list[Blended], list[SegmentLoad]]:
+        """One pass; what it gives may only be used where none of `loads` failed."""
         asked = [load for part in loads for load in part]
         if not asked:
-            return self._pass([lay_out(prompt, (), ()) for prompt in prompts], no_hook)
+            return self._pass([lay_out(prompt, (), ()) for prompt in prompts], no_hook), []
         with closing(self.segments.retrieve(asked)) as steps:
             waits = LayerWaits(steps)
             counts = iter(waits.promised)
@@ -180,16 +183,16 @@ class Blender:
                 for prompt, part in zip(prompts, loads, strict=True)
             ]
             blended = self._pass(layouts, waits.wait)
-            if blended is not None:
-                return blended if waits.all_arrived else None
+            if blended:
+                return blended, [load for load, ok in zip(asked, waits.arrived(), strict=True) if not ok]
         return self._try(prompts, [[load for load in part if load.is_exact] for part in loads])
 
-    def _pass(self, layouts: Sequence[Layout], wait: LayerHook) -> list[Blended] | None:
-        """Compute; None where it is cheaper to do so without the segments."""
+    def _pass(self, layouts: Sequence[Layout], wait: LayerHook) -> list[Blended]:
+        """Compute; nothing where it is cheaper to do so without the segments."""
         work = self._work(layouts)
         decision = self._shares.choose(work) if work.reused else Decision(0.0, Reason.FIXED)
         if decision.reason is Reason.PREFILL:
-            return None
+            return []
         pace = self._shares.new_pace()
         computed = BlendPass(
             self.model, self._rows, layouts, self.selector, decision.share, timed(wait, pace)
@@ -231,10 +234,8 @@ class Blender:
     def _checked(self, request: BlendRequest) -> CheckedBlend:
         return check_blend(request, self._connector.num_slots)
 
-    def _loads(self, prompt: CheckedBlend, tried: int) -> list[SegmentLoad]:
+    def _loads(self, prompt: CheckedBlend) -> list[SegmentLoad]:
         """What to ask the tiers for: the prefix, then what is left of the segments behind it."""
-        if tried == MOST_TRIES:
-            return []
         prefix = self.segments.prefix_load(prompt)
         known = prompt.num_local if prefix is None else prefix.num_tokens
         left = [part for part in prompt.segments if part.end > known and len(prompt) >= self._min_tokens]

@@ -26,7 +26,7 @@ from lwkv.transfer import NO_SLOT, Transfer
 NAMESPACE = "segment"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SegmentLoad:
     """One part of a prompt to load, if it is cached: tokens [start, end), whose keys are `keys`.
 

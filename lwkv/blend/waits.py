@@ -30,7 +30,7 @@ class LayerWaits:
             self._masks = next(self._steps)
             self._taken += 1
 
-    @property
-    def all_arrived(self) -> bool:
-        """Whether every promised token came in every layer; for after the wait for the last one."""
-        return self._masks is not None and [int(mask.sum()) for mask in self._masks] == self.promised
+    def arrived(self) -> list[bool]:
+        """Whether each load brought all it promised, in every layer; for after the wait for the last one."""
+        masks = self._masks or []
+        return [int(mask.sum()) == count for mask, count in zip(masks, self.promised, strict=True)]
