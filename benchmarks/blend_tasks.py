@@ -51,7 +51,7 @@ def _document(draw: Random, facts: Sequence[str], num_fillers: int) -> str:
     return " ".join(sentences)
 
 
-def needle(seed: int, num_documents: int = 5, num_fillers: int = 4) -> Task:
+def needle(seed: int, num_documents: int = 5, num_fillers: int = 8) -> Task:
     """Two codes in every document, one of which is asked for."""
     draw = Random(f"needle {seed}")
     names = draw.sample([f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS], 2 * num_documents)
@@ -67,7 +67,7 @@ def needle(seed: int, num_documents: int = 5, num_fillers: int = 4) -> Task:
     )
 
 
-def two_hops(seed: int, num_documents: int = 5, num_fillers: int = 3) -> Task:
+def two_hops(seed: int, num_documents: int = 5, num_fillers: int = 8) -> Task:
     """Who works where is in one document, and in which town that is in another one."""
     draw = Random(f"two hops {seed}")
     people = [f"{a} {b}" for a, b in zip(draw.sample(_FIRST, 5), draw.sample(_LAST, 5), strict=True)]
