@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -34,37 +35,17 @@ def as_token_ids(tokens: TokenIds) -> Int64s:
 
 
 def _to_array(tokens: object) -> Int64s:
-    if isinstance(tokens, torch.Tensor):
-        return _from_tensor(tokens)
-    if isinstance(tokens, np.ndarray):
-        return _from_array(tokens)
-    if isinstance(tokens, Sequence) and not isinstance(tokens, (str, bytes, bytearray, memoryview)):
-        return _from_sequence(tokens)
-    raise RequestError(f"token ids: got {type(tokens).__name__}; allowed: {_ALLOWED}")
-
-
-def _from_tensor(tokens: torch.Tensor) -> Int64s:
-    if tokens.dtype not in (torch.int32, torch.int64):
-        raise RequestError(f"token ids: got a tensor of {tokens.dtype}; allowed: {_ALLOWED}")
-    return _from_array(tokens.cpu().numpy())
-
-
-def _from_array(tokens: npt.NDArray[np.generic]) -> Int64s:
-    if tokens.dtype.kind not in "iu":
-        raise RequestError(f"token ids: got an array of {tokens.dtype}; allowed: {_ALLOWED}")
-    return tokens.astype(np.int64, copy=False)
-
-
-def _from_sequence(tokens: Sequence[object]) -> Int64s:
-    kinds = {
-        kind for kind in set(map(type, tokens)) if kind is bool or not issubclass(kind, (int, np.integer))
-    }
-    if kinds:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise RequestError(
-            f"token ids: got a {type(tokens).__name__} that holds {names}; allowed: {_ALLOWED}"
-        )
-    try:
-        return np.array(tokens, dtype=np.int64)
-    except OverflowError as error:
-        raise RequestError(f"token ids: got an id above 2**63 - 1; allowed: {_ALLOWED}") from error
+    if isinstance(tokens, torch.Tensor) and tokens.dtype in (torch.int32, torch.int64):
+        tokens = tokens.cpu().numpy()
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
+        return tokens.astype(np.int64, copy=False)
+    got = type(tokens).__name__
+    if isinstance(tokens, torch.Tensor | np.ndarray):
+        got += f" of {tokens.dtype}"
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes | bytearray | memoryview):
+        kinds = set(map(type, tokens))
+        if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
+            with suppress(OverflowError):
+                return np.array(tokens, dtype=np.int64)
+        got += f" of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    raise RequestError(f"token ids: got {got}; allowed: {_ALLOWED}")
