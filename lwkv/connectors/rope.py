@@ -59,12 +59,15 @@ class Turn:
     """
 
     def __init__(self, rope: Rope, shift: Int64s, uploads: Uploads) -> None:
-        shifts, index = np.unique(shift, return_inverse=True)
+        # A segment's tokens stand together, so only the first of each run is looked at.
+        starts = np.append(0, np.flatnonzero(np.diff(shift)) + 1)
+        shifts, runs = np.unique(shift[starts], return_inverse=True)
+        index = np.repeat(runs.reshape(-1), np.diff(np.append(starts, len(shift))))
         angles = np.outer(shifts, np.asarray(rope.frequencies, np.float64))
         self.interleaved = rope.interleaved
         self._cos = uploads.send(_as_fp32(np.cos(angles)))
         self._sin = uploads.send(_as_fp32(np.sin(angles)))
-        self._index = uploads.send(torch.from_numpy(index.astype(np.int64).reshape(-1)))
+        self._index = uploads.send(torch.from_numpy(index.astype(np.int64)))
 
     def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of `rows`, int64 (n,), as fp32 (n, half); device work on the current stream."""
