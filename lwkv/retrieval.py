@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from lwkv.arrivals import Arrivals, Flags
 from lwkv.connectors.loader import Load
 from lwkv.connectors.plan import FIRST_LAYERS
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.leaving import waitable
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
-from lwkv.storage import Hold, LayerPages, Missing
+from lwkv.storage import Hold, Missing
 from lwkv.transfer import NO_SLOT, Transfer
 
 log = logging.getLogger(__name__)
 
 LAYERS_IN_A_ROW = 8
 
-Flags: TypeAlias = "npt.NDArray[np.bool_]"
 BeginLoad: TypeAlias = Callable[[Transfer, Int64s | None], Load]
 
 
@@ -45,8 +42,8 @@ class BatchRetrieval:
     """Requests that are merged into one transfer a layer; `lwkv.pipeline.retrieve_steps` drives it.
 
     No method raises for a layer that does not arrive. A device that fails, or has no memory, ends the load of
-    all chunks. `_known` has all pages, int64 (layers, chunks), where no tier has to be asked for any.
-    `_wanted` is the last layer that was to be queued.
+    all chunks. `_wanted` is the last layer that was to be queued; `_alive`, bool (chunks,), says which chunks
+    are not lost.
 
     Args:
         begin_load: in place of the connector's, to say more of the load than which chunks it has.
@@ -66,9 +63,6 @@ class BatchRetrieval:
         self._begin_load = begin_load or engine.connector.begin_load
         self._parts: list[Part] = []
         self._load: Load | None = None
-        self._futures: list[list[Future[LayerPages]]] = []
-        self._deadlines: list[float] = []
-        self._known: Int64s | None = None
         self._queued = 0
         self._wanted = -1
         self._closed = False
@@ -79,6 +73,7 @@ class BatchRetrieval:
             self._parts.append(self._hold(request))
         if self._holds_any():
             self._engine.completions.expect(self)
+        self._arrivals = Arrivals(self._engine, [part.hold for part in self._parts])
         transfer = Transfer.join([part.transfer for part in self._parts])
         self._alive = np.ones(transfer.num_chunks, bool)
         moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
@@ -105,7 +100,7 @@ class BatchRetrieval:
 
     def result(self) -> list[torch.Tensor]:
         """For each request, bool (tokens,) on the host: True where every layer of the token was queued."""
-        parts = zip(self._parts, self._split(self._alive), strict=True)
+        parts = zip(self._parts, self._arrivals.split(self._alive), strict=True)
         masks = [_mask(part, alive) for part, alive in parts]
         self._engine.counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
         return masks
@@ -149,15 +144,11 @@ class BatchRetrieval:
         return Part(request, first * request.chunk_size, hold, transfer)
 
     def _begin(self, transfer: Transfer) -> None:
-        known = [pages for part in self._parts if (pages := part.hold.all_pages()) is not None]
-        if len(known) == len(self._parts):
-            self._known = np.concatenate(known, axis=1) if len(known) > 1 else known[0]
         try:
-            self._load = self._begin_load(transfer, self._known)
+            self._load = self._begin_load(transfer, self._arrivals.known)
         except DEVICE_FAILURES as error:
             self._give_up(error)
-        if self._known is None:
-            self._ask_up_to(self._config.prefetch_layers)
+        self._arrivals.ask_up_to(self._config.prefetch_layers)
 
     def _go_on(self, work: Callable[..., None], *layer: int) -> None:
         """Do some of the load, if there is one."""
@@ -169,15 +160,14 @@ class BatchRetrieval:
 
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
-        if self._known is None:
-            self._ask_up_to(self._wanted + self._config.prefetch_layers)
+        self._arrivals.ask_up_to(self._wanted + self._config.prefetch_layers)
         # The copies of the first layers are under way, and the model is still to be launched.
         ahead = self._config.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
         last = self._wanted + ahead
-        if self._queued <= last and ahead and self._known is not None:
+        if self._queued <= last and ahead and self._arrivals.known is not None:
             # The model's own code makes ours slow: several in a row take little more than one.
             last += LAYERS_IN_A_ROW - 1
-        while self._queued <= min(last, self.num_layers - 1) and self._is_there(self._queued):
+        while self._queued <= min(last, self.num_layers - 1) and self._arrivals.are_there(self._queued):
             self._queue_next(load)
 
     def _wait_for(self, load: Load, layer: int) -> None:
@@ -187,18 +177,6 @@ class BatchRetrieval:
         self._connector.wait_layer(load, layer)
         if late:  # more may have arrived meanwhile, to travel while this layer computes
             self._queue_there(load)
-
-    def _ask_up_to(self, layer: int) -> None:
-        layers = range(len(self._futures), min(layer + 1, self.num_layers))
-        self._deadlines += [self._engine.clock() + self._config.load_timeout_s] * len(layers)
-        asked = [self._engine.storage.layerwise_batched_get(part.hold, layers) for part in self._parts]
-        self._futures += map(list, zip(*asked, strict=True))
-
-    def _is_there(self, layer: int) -> bool:
-        if self._known is not None:
-            return True
-        self._ask_up_to(layer)
-        return all(future.done() for future in self._futures[layer])
 
     def _queue_next(self, load: Load) -> None:
         layer = self._queued
@@ -212,31 +190,15 @@ class BatchRetrieval:
 
     def _arrived(self, load: Load, layer: int) -> Int64s:
         """The pages of the chunks that are left; those that did not arrive are left out from here on."""
-        if self._known is not None:
-            known: Int64s = self._known[layer]
+        if self._arrivals.known is not None:
+            known: Int64s = self._arrivals.known[layer]
             return known
-        pages = self._pages(layer)[self._alive]
+        pages = self._arrivals.pages(layer, self._alive)[self._alive]
         kept = pages >= 0
         if not kept.all():
             self._drop(load, layer, pages, kept)
         arrived: Int64s = pages[kept]
         return arrived
-
-    def _pages(self, layer: int) -> Int64s:
-        futures = self._futures[layer]
-        if not all(future.done() for future in futures):
-            wait(self._needed(futures), waitable(self._deadlines[layer] - self._engine.clock()))
-        return np.concatenate(
-            [
-                future.result().pages if future.done() else part.hold.host_pages(layer)
-                for future, part in zip(futures, self._parts, strict=True)
-            ]
-        )
-
-    def _needed(self, futures: Sequence[Future[LayerPages]]) -> list[Future[LayerPages]]:
-        """Those that may still bring something: not where all chunks of lower tiers were dropped before."""
-        parts = zip(futures, self._parts, self._split(self._alive), strict=True)
-        return [future for future, part, alive in parts if (alive & ~part.hold.in_host).any()]
 
     def _drop(self, load: Load, layer: int, pages: Int64s, kept: Flags) -> None:
         for reason in Missing:
@@ -258,14 +220,10 @@ class BatchRetrieval:
             # Not the error itself: whoever keeps log records would keep the load with it.
             log.warning("%d chunks are not loaded, their tokens are recomputed: %s", lost, repr(error))
         self._alive[:] = False
-        self._known = np.zeros((self.num_layers, 0), np.int64)
+        self._arrivals.known = np.zeros((self.num_layers, 0), np.int64)
         if self._load is not None:
             chunks = self._load.plan.transfer.num_chunks
             self._connector.drop_chunks(self._load, np.zeros(chunks, bool))
-
-    def _split(self, chunks: Flags) -> list[Flags]:
-        ends = np.cumsum([part.transfer.num_chunks for part in self._parts])
-        return np.split(chunks, ends)[: len(self._parts)]
 
 
 def _mask(part: Part, alive: Flags) -> torch.Tensor:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
 
 import lwkv
-import lwkv.retrieval
+import lwkv.arrivals
 from lwkv.config import Config
 from lwkv.connectors.upload import Uploads
 from lwkv.engine import CacheEngine, Request
@@ -664,7 +664,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
         waited.append((len(futures), timeout))
         return wait(futures, 0)
 
-    monkeypatch.setattr(lwkv.retrieval, "wait", record)
+    monkeypatch.setattr(lwkv.arrivals, "wait", record)
     return waited
 
 
@@ -675,14 +675,14 @@ def test_the_deadline_of_a_layer_counts_from_when_it_was_asked_for(
     now = [0.0]
     with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=12, prefetch_layers=0) as engine:
         engine._parts = replace(engine._parts, clock=lambda: now[0])
-        record = lwkv.retrieval.wait
+        record = lwkv.arrivals.wait
 
         def answer(futures: Any, timeout: float) -> None:
             record(futures, timeout)
             hanging.gate.set()
             assert not wait(futures, 20).not_done
 
-        monkeypatch.setattr(lwkv.retrieval, "wait", answer)
+        monkeypatch.setattr(lwkv.arrivals, "wait", answer)
         steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
         for _ in range(LAYERS + 1):
             next(steps)
@@ -971,16 +971,6 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
     with pytest.raises(ConfigError, match=text):
         create(oracle, Config(chunk_size=CHUNK, **settings))
     assert threading.active_count() == before
-
-
-def test_settings_without_effect_are_named_at_the_start(
-    oracle: Oracle, caplog: pytest.LogCaptureFixture
-) -> None:
-    create(oracle, Config(chunk_size=CHUNK, save_decode_cache=True)).close()
-    assert "this version makes no use of the settings save_decode_cache" in caplog.text
-    caplog.clear()
-    create(oracle, Config(chunk_size=CHUNK)).close()
-    assert "makes no use" not in caplog.text
 
 
 def test_caches_of_another_device_type_are_refused(oracle: Oracle) -> None:
