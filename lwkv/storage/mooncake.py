@@ -1,5 +1,7 @@
 """The remote tier on a Mooncake Store: a page and its seal are one object, moved to and from the pool itself.
 
+The objects of a chunk are a group, which the store evicts as a whole.
+
 What is set here and in mooncake_client.py is for version 0.3.13.post1. It knows no encryption and no users.
 """
 
@@ -52,7 +54,7 @@ def open_tier(url: str, setup: TierSetup) -> MooncakeTier:
         probe(address)
     except ConnectionError as error:
         log.warning("tier mooncake: %s; every chunk is a miss there until it answers", error)
-    return MooncakeTier(partial(connect, address), setup.num_layers, setup.counters)
+    return MooncakeTier(partial(connect, address), setup.counters)
 
 
 def examine(url: str, config: Config) -> Mapping[str, str]:
@@ -77,28 +79,24 @@ class MooncakeTier:
 
     Args:
         connect: makes a client. Raises ConfigError, ConnectionError.
-        num_layers: of a chunk, which is there where all of them are: objects are evicted one by one.
     """
 
     name = "mooncake"
     grace_s = GRACE_S
 
-    def __init__(self, connect: Callable[[], MooncakeStore], num_layers: int, counters: Counters) -> None:
+    def __init__(self, connect: Callable[[], MooncakeStore], counters: Counters) -> None:
         self._connect = connect
-        self._num_layers = num_layers
         self._counters = counters
         self._store: MooncakeStore | None = None
         self._connecting = threading.Lock()
         self._closed = False
 
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
-        names = [_name(layer) for key in keys for layer in key.split_layers(self._num_layers)]
-        if not names:
+        if not keys:
             return []
-        codes = self._client(deadline_s).exist(names)
+        codes = self._client(deadline_s).exist([_name(LayerKey(key, 0)) for key in keys])
         _require_master(codes)
-        there = [code == 1 for code in codes]
-        return [all(there[i : i + self._num_layers]) for i in range(0, len(there), self._num_layers)]
+        return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         if not keys:
@@ -120,7 +118,8 @@ class MooncakeTier:
         if not keys:
             return []
         seals = [_seal(key, page) for key, page in zip(keys, pages, strict=True)]
-        codes = self._client(deadline_s).put([_name(key) for key in keys], pages, seals)
+        names, groups = [_name(key) for key in keys], [key.chunk.to_string() for key in keys]
+        codes = self._client(deadline_s).put(names, groups, pages, seals)
         _require_master(codes)
         return [self._status(code) for code in codes]
 

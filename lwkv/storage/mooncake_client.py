@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,9 +130,18 @@ def connect(address: MooncakeAddress) -> MooncakeStore:
     # A client that could not be set up crashes the process when it is asked for something.
     if code != 0:
         raise ConnectionError(f"{address.url}: the client cannot be set up, code {code}")
-    config = mooncake.ReplicateConfig()
-    config.replica_num = address.replicas
-    return MooncakeStore(store, config)
+    own_segment = store.get_hostname() if address.segment_bytes else ""
+    return MooncakeStore(store, partial(_plan, mooncake, address.replicas, own_segment))
+
+
+def _plan(mooncake: Any, replicas: int, own_segment: str, groups: Sequence[str]) -> Any:
+    """Where objects go, and to which group each belongs: a group is evicted as a whole."""
+    plan = mooncake.ReplicateConfig()
+    plan.replica_num, plan.group_ids = replicas, list(groups)
+    # In memory of its own, where there is some: no network is in the way, and the death of another node takes
+    # no part of the chunk.
+    plan.preferred_segment = own_segment
+    return plan
 
 
 def _free_port(host: str) -> int:
@@ -146,9 +156,9 @@ class MooncakeStore:
     Each object is a page and its seal. Codes are the client's own: below 0 what went wrong, see REASONS.
     """
 
-    def __init__(self, store: Any, config: Any) -> None:
+    def __init__(self, store: Any, plan: Callable[[Sequence[str]], Any]) -> None:
         self._store = store
-        self._config = config
+        self._plan = plan
         self._lock = threading.Lock()
         self._registered: dict[int, torch.UntypedStorage] = {}
         # Used in turn, and again after a while: a seal that is overwritten late fits no page, and is a miss.
@@ -161,14 +171,23 @@ class MooncakeStore:
         codes = self._store.batch_get_into_multi_buffers(list(names), *self._places(pages, seals))
         return [(code, seal.numpy().tobytes()) for code, seal in zip(codes, seals, strict=True)]
 
-    def put(self, names: Sequence[str], pages: Sequence[torch.Tensor], seals: Sequence[bytes]) -> list[int]:
-        """Keep objects; those that are there stay as they are. The code of each, 0 where it is there now."""
+    def put(
+        self,
+        names: Sequence[str],
+        groups: Sequence[str],
+        pages: Sequence[torch.Tensor],
+        seals: Sequence[bytes],
+    ) -> list[int]:
+        """Keep objects; those that are there stay as they are. The code of each, 0 where it is there now.
+
+        Objects of one of the `groups` leave the store together.
+        """
         places = self._take_seals(len(names))
         for place, seal in zip(places, seals, strict=True):
             place.copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
         addresses, sizes = self._places(pages, places)
         codes: list[int] = self._store.batch_put_from_multi_buffers(
-            list(names), addresses, sizes, self._config
+            list(names), addresses, sizes, self._plan(groups)
         )
         return codes
 

@@ -75,7 +75,7 @@ def _mooncake(request: pytest.FixtureRequest) -> OpenTier:
 
     def open_another(setup: TierSetup) -> Tier:
         client: Any = _Kept(next(clients))
-        return MooncakeTier(lambda: client, setup.num_layers, setup.counters)
+        return MooncakeTier(lambda: client, setup.counters)
 
     return open_another
 

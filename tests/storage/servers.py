@@ -185,10 +185,10 @@ def mooncake_program() -> Path:
     return Path(store.__file__).parent / "mooncake_master"
 
 
-def mooncake_master(program: Path, folder: Path) -> Server:
+def mooncake_master(program: Path, folder: Path, *others: str) -> Server:
     """A master that forgets a node 2 s after it has gone."""
     port = free_port()
-    options = (f"--rpc_port={port}", f"--metrics_port={free_port()}", "--client_ttl=2")
+    options = (f"--rpc_port={port}", f"--metrics_port={free_port()}", "--client_ttl=2", *others)
     return Server([str(program), "--rpc_address=127.0.0.1", *options], port, folder)
 
 

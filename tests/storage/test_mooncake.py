@@ -106,10 +106,33 @@ def test_an_object_of_another_size_is_never_a_page(place: Place, objects: Object
     assert (statuses[0], statuses[2]) == (Status.OK, Status.OK)
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_chunk_of_which_a_page_was_evicted_is_not_there(place: Place, objects: Objects, layer: int) -> None:
-    objects.remove(name_of(1, layer))
-    assert place.there(1, 2) == [False, True]
+def test_a_store_that_is_full_evicts_whole_chunks(tmp_path: Path) -> None:
+    """Even where layer 0 was looked up again and again, and the others never."""
+    master = mooncake_master(mooncake_program(), tmp_path, "--default_kv_lease_ttl=100")
+    big, numbers = 1 << 20, range(100)
+    with running(master):
+        setup = make_setup(big, LAYERS)
+        place = Place(f"mooncake://127.0.0.1:{master.port}?segment_gib=0.125", setup)
+        pages = [torch.zeros(big, dtype=torch.uint8) for _ in range(LAYERS)]
+        for number in numbers:
+            asked = key(number).split_layers(LAYERS)
+            if place.tier.put(asked[1:], pages[1:], 10.0) == ALL[1:]:  # else no room was made for it in time
+                place.tier.put(asked[:1], pages[:1], 10.0)
+            place.there(*range(0, number, 3))
+        store = place.tier._store  # type: ignore[attr-defined]
+        there = [store.exist([name_of(number, layer) for layer in range(LAYERS)]) for number in numbers]
+        visible = [layers for layers in there if layers[0]]
+        assert 0 < len(visible) < len(numbers)
+        assert visible == [[1] * LAYERS] * len(visible)
+        place.tier.close()
+
+
+def test_a_process_keeps_its_chunks_in_the_memory_that_it_lends(mooncake: Server, place: Place) -> None:
+    lender = Place(f"mooncake://127.0.0.1:{mooncake.port}?segment_gib=0.0625")
+    lender.store(*range(10, 30))
+    lender.tier.close()
+    wait_until(lambda: not any(place.there(*range(10, 30))), "what it lent to be gone")
+    assert place.load(1, 2) == [ALL, ALL], "the others lost nothing"
 
 
 def test_a_page_that_is_evicted_after_the_lookup_is_a_miss(place: Place, objects: Objects) -> None:
@@ -215,13 +238,3 @@ def test_calls_with_no_keys_do_not_even_connect() -> None:
     place = Place(f"mooncake://127.0.0.1:{free_port()}")
     assert (place.tier.contains([], 1), place.tier.get([], [], 1), place.tier.put([], [], 1)) == ([], [], [])
     place.tier.close()
-
-
-def test_a_node_that_leaves_takes_only_its_pages(mooncake: Server, place: Place) -> None:
-    """What becomes of it when a node dies is in test_remote_outages.py."""
-    guest = Place(f"mooncake://127.0.0.1:{mooncake.port}?segment_gib=0.0625")
-    guest.store(*range(10, 40))
-    guest.tier.close()
-    wait_until(lambda: place.load(1, 2) == [ALL, ALL], "the others to be there")
-    for statuses in place.load(*range(10, 40)):
-        assert set(statuses) <= {Status.OK, Status.MISS, Status.ERROR}
