@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from lwkv import __version__
-from lwkv.config_status import without_effect
 from lwkv.doctor_report import Report, lines
 from lwkv.errors import ConfigError
 
@@ -79,8 +78,6 @@ def _examine_settings(report: Report) -> Config | None:
     except (ConfigError, ImportError) as error:
         report.faults.append(f"the configuration cannot be used: {error}")
         return None
-    if unused := without_effect(config):
-        report.advice.append(f"These settings have no effect yet: {', '.join(unused)}.")
     return config
 
 

@@ -14,7 +14,6 @@ import torch
 
 from lwkv.completions import Completions
 from lwkv.config import Config
-from lwkv.config_status import without_effect
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
@@ -107,8 +106,6 @@ class CacheEngine:
         )
         weakref.finalize(self, self._completions.close).atexit = False
         log.info("%s", self._describe())
-        if unused := without_effect(config):
-            log.warning("this version makes no use of the settings %s", ", ".join(unused))
 
     @classmethod
     def create(

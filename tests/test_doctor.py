@@ -86,10 +86,9 @@ def test_settings_that_cannot_be_used_are_a_fault(
     assert "the configuration cannot be used: chunk_size: got 'many'" in capsys.readouterr().out
 
 
-def test_variables_of_lmcache_and_settings_without_effect_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_lmcache_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
     monkeypatch.setenv("LMCACHE_LOCAL_CPU", "True")
-    monkeypatch.setenv("LWKV_SAVE_DECODE_CACHE", "yes")
     report = doctor.examine("cpu")
     assert report.faults == []
     advice = " ".join(report.advice)
@@ -97,7 +96,6 @@ def test_variables_of_lmcache_and_settings_without_effect_are_noted(monkeypatch:
         "LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU are ignored: lwkv reads variables that begin with LWKV_"
         in advice
     )
-    assert "no effect yet: save_decode_cache." in advice
 
 
 def test_the_doctor_works_where_torch_cannot_be_imported() -> None:
