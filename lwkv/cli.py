@@ -17,7 +17,7 @@ COMMANDS = {
     "doctor": ("lwkv.doctor", "Tell what is installed, which platform is used and why, how fast its link is"),
     "demo": ("lwkv.demo", "Run a small model with its KV cache loaded and saved layer by layer"),
     "inspect": ("lwkv.inspect", "Tell what is in the folder of a disk tier, check it, clean it up"),
-    "blend-demo": ("lwkv.demo.blend_command", "Blend documents that a small model has cached one by one"),
+    "blend-demo": ("lwkv.blend_demo", "Blend documents that a small model has cached one by one"),
     "bench": ("lwkv.benchmarks.command", "Measure loads, saves and their overlap against the link itself"),
 }
 
