@@ -30,7 +30,6 @@ __all__ = [
 HASH_BYTES = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK = re.compile(rf"({_NAMESPACE.pattern})\.([0-9a-f]{{32}})")
-_LAYER = re.compile(rf"({_CHUNK.pattern})\.(0|[1-9][0-9]{{0,5}})")
 
 
 class ChunkKey(NamedTuple):
@@ -74,14 +73,6 @@ class LayerKey(NamedTuple):
         if not 0 <= self.layer <= 999_999:
             raise ValueError(f"layer {self.layer} of a key; allowed: 0 to 999999")
         return f"{self.chunk.to_string()}.{self.layer}"
-
-    @classmethod
-    def from_string(cls, text: str) -> LayerKey:
-        """Read what `to_string` wrote. Raises ValueError for any other text."""
-        match = _LAYER.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no key of a layer; allowed: <key of a chunk>.<layer>")
-        return cls(ChunkKey.from_string(match[1]), int(match[4]))
 
 
 def chunk_keys(

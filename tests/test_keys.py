@@ -322,7 +322,7 @@ def test_keys_come_back_from_text_that_is_safe_as_a_file_name(model: str, digest
     chunk = ChunkKey(namespace, digest)
     key = LayerKey(chunk, layer)
     assert ChunkKey.from_string(chunk.to_string()) == chunk
-    assert LayerKey.from_string(key.to_string()) == key
+    assert key.to_string().rsplit(".", 1) == [chunk.to_string(), str(layer)]
     for text in (chunk.to_string(), key.to_string()):
         assert re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text)
         assert len(text) <= 122
@@ -331,13 +331,10 @@ def test_keys_come_back_from_text_that_is_safe_as_a_file_name(model: str, digest
 def test_the_longest_key_fits_a_file_name() -> None:
     text = LayerKey(ChunkKey("n" * 128, b"\xff" * 16), 999_999).to_string()
     assert len(text) <= 200
-    assert LayerKey.from_string(text).layer == 999_999
 
 
-def test_text_of_a_chunk_is_no_layer_and_the_other_way_round() -> None:
+def test_text_of_a_layer_is_no_chunk() -> None:
     digits = ChunkKey("a." + "1" * 32, bytes.fromhex("2" * 32))
-    with pytest.raises(ValueError, match="no key of a layer"):
-        LayerKey.from_string(digits.to_string())
     with pytest.raises(ValueError, match="no key of a chunk"):
         ChunkKey.from_string(LayerKey(digits, 4).to_string())
 
@@ -365,9 +362,8 @@ GARBAGE = [
 
 @pytest.mark.parametrize("text", GARBAGE, ids=repr)
 def test_text_that_is_no_key_is_refused(text: str) -> None:
-    for kind in (ChunkKey, LayerKey):
-        with pytest.raises(ValueError, match="is no key of a"):
-            kind.from_string(text)
+    with pytest.raises(ValueError, match="is no key of a chunk"):
+        ChunkKey.from_string(text)
 
 
 @given(st.text(max_size=60))
