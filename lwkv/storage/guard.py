@@ -72,7 +72,10 @@ class Guard:
 
         The tier may write to the pages until the future is done, however late that is.
         """
-        return self._reads.submit(partial(self._get, keys, layer, pages))
+        # Made here: torch lets other threads run, and a later layer's call would come before this one's.
+        buffers = [self._pool.page(page) for page in pages.tolist()]
+        layer_keys = [LayerKey(key, layer) for key in keys]
+        return self._reads.submit(partial(self._call, "get", self._tier.get, layer_keys, buffers))
 
     def put(self, key: ChunkKey, chunk: Chunk) -> Future[None]:
         """Start to copy a complete chunk; its pages must not change until the future is done."""
@@ -108,16 +111,6 @@ class Guard:
         answer = self._tier.contains(keys, self._timeout_s)
         _check_length("contains", answer, len(keys))
         return [bool(there) for there in answer]
-
-    def _get(self, keys: Sequence[ChunkKey], layer: int, pages: Int64s) -> Int64s:
-        self._quarantine.let_go()
-        buffers = [self._pool.page(page) for page in pages.tolist()]
-        outcomes = np.full(len(pages), Missing.ERROR)
-        try:
-            outcomes = self._call("get", self._tier.get, [LayerKey(key, layer) for key in keys], buffers)
-        finally:
-            self._quarantine.keep(pages[outcomes != FILLED])
-        return outcomes
 
     def _put(self, key: ChunkKey, chunk: Chunk) -> None:
         # Layer 0 is the commit record: last, and only where all other layers are there.
