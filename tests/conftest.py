@@ -13,12 +13,14 @@ from lwkv.platforms import Platform, open_platform
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="device type to test on; one that is not there fails")
-    parser.addoption("--vllm", action="store_true", help="the tests in tests/integrations/vllm, which need vLLM")
+    parser.addoption(
+        "--vllm", action="store_true", help="the tests in tests/integrations/in_vllm, which need vLLM"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the tests that need a package which is not there in an ordinary run."""
-    needs_vllm = collection_path == Path(__file__).parent / "integrations" / "vllm"
+    needs_vllm = collection_path == Path(__file__).parent / "integrations" / "in_vllm"
     return True if needs_vllm and not config.getoption("--vllm") else None
 
 

@@ -131,12 +131,12 @@ def _kv_spec(spec: Any, cache: torch.Tensor, num_blocks: int) -> KVSpec:
 
 def _kernel_block(cache: torch.Tensor, num_blocks: int, block_size: int) -> int:
     """Tokens of a block of the tensor: a kernel may cut each of the manager's blocks into several."""
-    for parts in range(1, block_size + 1):
-        if block_size % parts == 0 and {num_blocks * parts, block_size // parts} <= set(cache.shape):
+    for blocks in cache.shape[:2]:
+        parts, rest = divmod(blocks, num_blocks)
+        if rest == 0 and block_size % parts == 0 and block_size // parts in cache.shape:
             return block_size // parts
     raise ConfigError(
-        f"a cache of shape {tuple(cache.shape)} has no {num_blocks} blocks of {block_size} tokens, whole "
-        "or cut"
+        f"a cache of shape {tuple(cache.shape)} lacks {num_blocks} blocks of {block_size} tokens, whole or cut"
     )
 
 

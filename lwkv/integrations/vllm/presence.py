@@ -41,7 +41,7 @@ class Presence:
         while self._changes:
             there, keys = self._changes.popleft()
             state.update(dict.fromkeys(keys, there))
-        doubtful = [key for key in {*self._on_its_way, *accepted} if key not in state]
+        doubtful = [key for key in dict.fromkeys([*self._on_its_way, *accepted]) if key not in state]
         self._on_its_way = set()
         for key, kept in zip(doubtful, self._storage.is_kept(doubtful), strict=True):
             state[key] = kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integrations.vllm.rig import CHUNK, prompt, started, with_lwkv
+from integrations.in_vllm.rig import CHUNK, prompt, started, with_lwkv
 
 from lwkv.keys import chunk_keys
 

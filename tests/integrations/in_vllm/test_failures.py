@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from integrations.vllm.reference import Elsewhere
-from integrations.vllm.rig import Engine, assert_same, prompt, started, with_lwkv
+from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.rig import Engine, assert_same, prompt, started, with_lwkv
 
 NUM_LAYERS = 4
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integrations.vllm.reference import Elsewhere
-from integrations.vllm.rig import CHUNK, Engine, assert_same, prompt, started, with_lwkv
+from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.rig import CHUNK, Engine, assert_same, prompt, started, with_lwkv
 
 
 @pytest.fixture(scope="module")

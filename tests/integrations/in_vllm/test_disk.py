@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integrations.vllm.reference import Elsewhere
-from integrations.vllm.rig import Engine, assert_same, prompt, started, with_lwkv
+from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.rig import Engine, assert_same, prompt, started, with_lwkv
 
 
 def with_disk(folder: Path, **settings: Any) -> dict[str, Any]:

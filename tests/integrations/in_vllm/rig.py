@@ -13,7 +13,7 @@ from typing import Any
 CHUNK = 64
 BLOCK = 32
 TOLERANCE = 1e-4
-"""Log-probabilities differ by less than 1e-5 where batches are cut otherwise, by far more where KV is wrong."""
+"""Log-probabilities differ by under 1e-5 where batches are cut otherwise, by far more where KV is wrong."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ class Engine:
     def metric(self, name: str) -> float:
         """A counter of vLLM's, over all labels."""
         return sum(
-            metric.value for metric in self.llm.get_metrics() if metric.name == name and hasattr(metric, "value")
+            metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name == name and hasattr(metric, "value")
         )
 
     def new_hits(self) -> int:

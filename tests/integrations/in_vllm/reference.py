@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from integrations.vllm.rig import Answer, Engine
+from integrations.in_vllm.rig import Answer, Engine
 
 
 class Elsewhere:
     """An engine in a child process. Its first answer takes as long as its start."""
 
-    def __init__(self, model: Path, **arguments: Any) -> None:
+    def __init__(self, model: Path, environment: Mapping[str, str] | None = None, **arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, model, arguments))
+        self._process = context.Process(target=_serve, args=(child, model, environment or {}, arguments))
         self._process.start()
         child.close()
         self._known: dict[tuple[object, ...], Answer] = {}
@@ -50,7 +51,8 @@ class Elsewhere:
         self.kill()
 
 
-def _serve(pipe: Connection, model: Path, arguments: dict[str, Any]) -> None:
+def _serve(pipe: Connection, model: Path, environment: Mapping[str, str], arguments: dict[str, Any]) -> None:
+    os.environ.update(environment)
     engine = Engine(model, **arguments)
     while True:
         method, values = pipe.recv()

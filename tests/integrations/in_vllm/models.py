@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,23 @@ SIZES: dict[str, Any] = {
 }
 LATENTS: dict[str, Any] = {
     "num_key_value_heads": 4,
-    "head_dim": 16,
-    "kv_lora_rank": 64,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
     "q_lora_rank": None,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
-    "n_routed_experts": None,
     "first_k_dense_replace": 4,
-    "n_shared_experts": None,
 }
+
+
+def written(write: Callable[..., Path], folder: Path, *arguments: Any) -> Path:
+    """Have a model written by another process: what it imports would confuse vLLM in this one."""
+    process = multiprocessing.get_context("spawn").Process(target=write, args=(folder, *arguments))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return folder
 
 
 def write_llama(folder: Path) -> Path:
@@ -49,7 +58,7 @@ def write_mistral(folder: Path, window: int) -> Path:
 
 
 def write_deepseek(folder: Path) -> Path:
-    """DeepSeek V2 without experts: a latent row of 80 elements for each token (MLA)."""
+    """DeepSeek V2 without experts: a latent row of 576 elements for each token (MLA)."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     return _write(folder, DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES | LATENTS)))

@@ -1,0 +1,393 @@
+"""A serving engine that is not vLLM and calls the connector's halves as vLLM does, on a model of hashes.
+
+A token's KV in a layer is a hash of what the layer below made of the token, and that is a hash of the KV of
+all tokens before it as they stand in the cache: one wrong row makes every later token of the request wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lwkv.config import Config
+from lwkv.engine import CacheEngine
+from lwkv.integrations.vllm.index import ChunkIndex
+from lwkv.integrations.vllm.orders import StepOrders
+from lwkv.integrations.vllm.reports import StepReports
+from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
+from lwkv.integrations.vllm.worker import WorkerSide
+from lwkv.metadata import CacheMetadata
+from lwkv.platforms.cpu import CPU
+
+LAYERS = 3
+BLOCK = 4
+CHUNK = 8
+VOCABULARY = 1000
+BIG = 1 << 20
+
+
+def mix(*values: int) -> int:
+    """A number below 2**20, exact in float32, that depends on every value and on their order."""
+    result = 7
+    for value in values:
+        result = (result * 1000003 + value + 1) % (2**61 - 1)
+    return result % BIG
+
+
+def expected(tokens: Sequence[int], num_ranks: int) -> int:
+    """The token after `tokens`, computed without a cache."""
+    below = list(tokens)
+    for layer in range(LAYERS):
+        rows = [[mix(value, layer, rank) for rank in range(num_ranks)] for value in below]
+        totals, below = [0] * num_ranks, []
+        for row in rows:
+            totals = [mix(total, value) for total, value in zip(totals, row, strict=True)]
+            below.append(mix(*totals))
+    return below[-1] % VOCABULARY
+
+
+@dataclass(eq=False)
+class ScriptedRequest:
+    """As much of vLLM's Request as the connector looks at, and where it is."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    all_token_ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    is_resumed: bool = False
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class Blocks:
+    """Blocks that keep what was computed into them until they are given to another request."""
+
+    def __init__(self, number: int) -> None:
+        self.free = list(range(1, number))  # 0 is no request's
+        self.users: dict[int, int] = {}
+        self.known: dict[tuple[int, ...], int] = {}
+
+    def hit(self, tokens: Sequence[int]) -> list[int]:
+        """The blocks that hold a leading part of `tokens`, never all of it."""
+        found: list[int] = []
+        for end in range(BLOCK, len(tokens), BLOCK):
+            block = self.known.get(tuple(tokens[:end]))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take(self, number: int) -> list[int] | None:
+        if number > len(self.free):
+            return None
+        taken, self.free = self.free[:number], self.free[number:]
+        self.known = {tokens: block for tokens, block in self.known.items() if block not in taken}
+        for block in taken:
+            self.users[block] = 1
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.users[block] = self.users.get(block, 0) + 1
+            if block in self.free:
+                self.free.remove(block)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free.append(block)
+
+    def remember(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        for number, block in enumerate(blocks[: len(tokens) // BLOCK]):
+            self.known.setdefault(tuple(tokens[: (number + 1) * BLOCK]), block)
+
+    def forget(self, blocks: set[int]) -> None:
+        self.known = {tokens: block for tokens, block in self.known.items() if block not in blocks}
+
+
+class RankOfModel:
+    """One rank's caches, and the worker's half that moves them."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, num_blocks: int, host_chunks: int, settings: dict[str, Any]
+    ) -> None:
+        self.rank = rank
+        self.caches = {f"layers.{i}": torch.zeros(num_blocks, 1, BLOCK, 2) for i in range(LAYERS)}
+        self.rows = {name: cache.numpy() for name, cache in self.caches.items()}
+        metadata = CacheMetadata("hashes", LAYERS, 1, 1, torch.float32, tp_size=num_ranks, tp_rank=rank)
+        page = CHUNK * 2 * 4
+        # A slab's pages are aligned, so memory is counted in the system's pages.
+        config = Config(
+            chunk_size=CHUNK,
+            use_layerwise=True,
+            max_local_cpu_size=host_chunks * LAYERS * max(page, 4096) / 2**30,
+            **settings,
+        )
+        self.engine = CacheEngine.create(
+            config, metadata, self.caches, layout_hints={"block_size": BLOCK}, platform=CPU()
+        )
+        self.worker = WorkerSide(self.engine, rank, BLOCK)
+        self.fails_at: int | None = None
+        self._load_layer = self.engine.connector.load_layer
+        self.engine.connector.load_layer = self._load_or_fail  # type: ignore[method-assign]
+
+    def _load_or_fail(self, load: Any, layer: int, *rest: Any) -> None:
+        if layer == self.fails_at:
+            self.fails_at = None
+            raise RuntimeError("the device fails")
+        self._load_layer(load, layer, *rest)
+
+
+@dataclass
+class Part:
+    """Tokens [begin, end) of a request, computed in one step."""
+
+    request: ScriptedRequest
+    begin: int
+    end: int
+    blocks: list[int]
+
+
+class Scripted:
+    """The engine; one `step` is one of vLLM's."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_ranks: int = 1,
+        num_blocks: int = 40,
+        host_chunks: int = 12,
+        budget: int = 20,
+        own_cache: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.num_ranks = num_ranks
+        self.ranks = [RankOfModel(r, num_ranks, num_blocks, host_chunks, settings) for r in range(num_ranks)]
+        config = self.ranks[0].engine.config
+        index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk)
+        self.scheduler = SchedulerSide(config, Role(True, True), index, BLOCK, num_ranks)
+        for rank in self.ranks:
+            index.introduce(rank.worker.info)
+        self.blocks = Blocks(num_blocks)
+        self.budget = budget
+        self.own_cache = own_cache
+        self.waiting: list[ScriptedRequest] = []
+        self.running: list[ScriptedRequest] = []
+        self.finished: set[str] = set()
+        self.answers: dict[str, list[int]] = {}
+        self.loaded = 0
+        self.failed = 0
+        self.preempted = 0
+
+    def add(self, request: ScriptedRequest) -> None:
+        self.waiting.append(request)
+
+    def abort(self, request: ScriptedRequest) -> None:
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+                self._end(request)
+
+    def step(self) -> None:
+        """Schedule, compute, and take over what came of it."""
+        parts, output = self._schedule()
+        orders = self.scheduler.orders(output)
+        invalid = self._compute(parts, orders)
+        reports = [report for rank in self.ranks if (report := rank.worker.report()) is not None]
+        if reports:
+            together = StepReports((reports[0],))
+            for report in reports[1:]:
+                together = together.aggregate(StepReports((report,)))
+            self.scheduler.learn(together)
+        self.failed += len(invalid)
+        self.blocks.forget(invalid)
+        for part in parts:
+            self._take_over(part, invalid)
+
+    def run(self, steps: int = 1000) -> None:
+        """Step until all requests have ended."""
+        for _ in range(steps):
+            if not (self.waiting or self.running):
+                return
+            self.step()
+        raise AssertionError(
+            f"{len(self.waiting)} requests wait and {len(self.running)} run after {steps} steps"
+        )
+
+    def at_rest(self) -> None:
+        """Check that nothing is held."""
+        for rank in self.ranks:
+            assert rank.engine.flush()
+            stats = rank.engine.stats()
+            assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
+            assert stats["page_references"] == stats["chunks"] * LAYERS
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.worker.close()
+
+    def _schedule(self) -> tuple[list[Part], Any]:
+        budget, parts, new, cached = self.budget, [], [], []
+        for request in list(self.running):
+            number = min(budget, request.num_tokens - request.computed)
+            if request not in self.running or number <= 0:
+                continue
+            blocks = self._more_blocks(request, request.computed + number)
+            if blocks is None:
+                continue
+            cached.append((request, blocks, False))
+            parts.append(self._part(request, number))
+            budget -= number
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            hit = self.blocks.hit(request.all_token_ids) if self.own_cache else []
+            own = len(hit) * BLOCK
+            loaded = self.scheduler.num_new_matched_tokens(request, own)
+            assert self.scheduler.num_new_matched_tokens(request, own) == loaded
+            number = min(budget, request.num_tokens - own - loaded)
+            assert number > 0
+            self.blocks.share(hit)
+            more = self.blocks.take(-(-(own + loaded + number) // BLOCK) - len(hit))
+            if more is None:
+                self.blocks.give_back(hit)
+                break
+            self.waiting.pop(0)
+            self.running.append(request)
+            request.blocks, request.computed = [*hit, *more], own + loaded
+            self.scheduler.allocated(request, request.blocks, loaded)
+            self.loaded += loaded
+            if self.own_cache:
+                # As vLLM does: others may use these blocks in this very step.
+                self.blocks.remember(request.all_token_ids[: own + loaded], request.blocks)
+            (cached if request.is_resumed else new).append(
+                (request, list(request.blocks), request.is_resumed)
+            )
+            parts.append(self._part(request, number))
+            budget -= number
+        return parts, self._output(parts, new, cached)
+
+    def _more_blocks(self, request: ScriptedRequest, num_tokens: int) -> list[int] | None:
+        while True:
+            more = self.blocks.take(-(-num_tokens // BLOCK) - len(request.blocks))
+            if more is not None:
+                request.blocks += more
+                return more
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return None
+
+    def _preempt(self, request: ScriptedRequest) -> None:
+        self.preempted += 1
+        self.running.remove(request)
+        self.blocks.give_back(request.blocks)
+        request.blocks, request.computed, request.is_resumed = [], 0, True
+        self.waiting.insert(0, request)
+
+    def _part(self, request: ScriptedRequest, number: int) -> Part:
+        return Part(request, request.computed, request.computed + number, list(request.blocks))
+
+    def _output(self, parts: list[Part], new: Any, cached: Any) -> Any:
+        running = {id(part.request): part for part in parts}
+        cached = [item for item in cached if item[0] in self.running]
+        parts[:] = [part for part in parts if part.request in self.running]
+        finished, self.finished = self.finished, set()
+        return SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=request.request_id,
+                    num_computed_tokens=running[id(request)].begin,
+                    block_ids=(blocks,),
+                )
+                for request, blocks, _ in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request.request_id for request, _, _ in cached],
+                num_computed_tokens=[running[id(request)].begin for request, _, _ in cached],
+                new_block_ids=[(blocks,) if blocks else None for _, blocks, _ in cached],
+                resumed_req_ids={request.request_id for request, _, resumed in cached if resumed},
+            ),
+            num_scheduled_tokens={part.request.request_id: part.end - part.begin for part in parts},
+            finished_req_ids=finished,
+        )
+
+    def _compute(self, parts: Sequence[Part], orders: StepOrders) -> set[int]:
+        for rank in self.ranks:
+            rank.worker.begin(orders)
+            if orders.loads:
+                rank.worker.start_load()
+        below = [[part.request.all_token_ids[t] for t in range(part.begin, part.end)] for part in parts]
+        for layer in range(LAYERS):
+            name = f"layers.{layer}"
+            for rank in self.ranks:
+                for part, values in zip(parts, below, strict=True):
+                    for t, value in zip(range(part.begin, part.end), values, strict=True):
+                        row = mix(value, layer, rank.rank)
+                        rank.rows[name][part.blocks[t // BLOCK], 0, t % BLOCK] = row
+                rank.worker.wait_for_layer(name)
+            below = [self._attend(part, name) for part in parts]
+            for rank in self.ranks:
+                rank.worker.save_layer(name)
+        self._sampled = {
+            id(part.request): values[-1] % VOCABULARY for part, values in zip(parts, below, strict=True)
+        }
+        invalid: set[int] = set()
+        for rank in self.ranks:
+            rank.worker.end()
+            invalid |= rank.worker.invalid_blocks()
+        return invalid
+
+    def _attend(self, part: Part, name: str) -> list[int]:
+        totals = [0] * self.num_ranks
+        made = []
+        for t in range(part.end):
+            block, offset = part.blocks[t // BLOCK], t % BLOCK
+            rows = [rank.rows[name][block, 0, offset].tolist() for rank in self.ranks]
+            totals = [
+                mix(total, int(k) if k == v else -1) for total, (k, v) in zip(totals, rows, strict=True)
+            ]
+            if t >= part.begin:
+                made.append(mix(*totals))
+        return made
+
+    def _take_over(self, part: Part, invalid: set[int]) -> None:
+        request = part.request
+        if request not in self.running:
+            return
+        bad = [number for number, block in enumerate(request.blocks) if block in invalid]
+        if bad and bad[0] * BLOCK < part.end:
+            request.computed = min(part.begin, bad[0] * BLOCK)
+            return
+        request.computed = part.end
+        request.is_resumed = False
+        if self.own_cache:
+            self.blocks.remember(request.all_token_ids[: request.computed], request.blocks)
+        if request.computed == request.num_tokens:
+            request.all_token_ids.append(self._sampled[id(request)])
+            if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+                self.running.remove(request)
+                self._end(request)
+
+    def _end(self, request: ScriptedRequest) -> None:
+        self.blocks.give_back(request.blocks)
+        request.blocks = []
+        self.finished.add(request.request_id)
+        self.answers[request.request_id] = request.all_token_ids[request.num_prompt_tokens :]

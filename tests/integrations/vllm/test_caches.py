@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lwkv.config import Config
+from lwkv.engine import CacheEngine
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.caches import Rank, describe, only_group
+from lwkv.platforms.cpu import CPU
+
+BLOCKS = 6
+RANK = Rank(1, 2, 0, 1)
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class MambaSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+def spec(block_size: int = 16) -> Any:
+    return FullAttentionSpec(num_kv_heads=2, head_size=8, block_size=block_size)
+
+
+def config_of(*groups: Any) -> Any:
+    return SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=list(groups))
+
+
+def group(kind: Any, names: list[str]) -> Any:
+    return SimpleNamespace(layer_names=names, kv_cache_spec=kind)
+
+
+def vllm_config(**parallel: int) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            model="org/model",
+            dtype=torch.float32,
+            revision=None,
+            hf_text_config=SimpleNamespace(rope_theta=1e4),
+        ),
+    )
+
+
+def names(number: int) -> list[str]:
+    return [f"model.layers.{i}.self_attn.attn" for i in range(number)]
+
+
+def described(kind: Any, *shape: int, layers: int = 2, **parallel: int) -> Any:
+    caches = {name: torch.zeros(shape) for name in names(layers)}
+    return describe(vllm_config(**parallel), config_of(group(kind, names(layers))), caches, RANK, "0.32.0")
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    shuffled = [f"model.layers.{i}.self_attn.attn" for i in (10, 2, 0, 1)]
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in shuffled}
+    found = describe(vllm_config(), config_of(group(spec(), shuffled)), caches, RANK, "0.32.0")
+    assert [name.split(".")[2] for name in found.caches] == ["0", "1", "2", "10"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((BLOCKS, 2, 16, 16), 1), ((2, BLOCKS, 2, 16, 8), 2)],
+    ids=["K and V of a block together", "in two halves"],
+)
+def test_blocks_of_the_cpu_s_attention_are_moved_whole(shape: tuple[int, ...], parts: int) -> None:
+    found = described(spec(), *shape)
+    config = Config(chunk_size=32)
+    with CacheEngine.create(
+        config, found.metadata, found.caches, layout_hints=found.hints, platform=CPU()
+    ) as e:
+        assert (e.connector.tokens_per_row, e.num_layers) == (16, 2)
+        assert e.connector.layers[0].parts == parts
+        assert e.connector.page_bytes == 32 * 2 * 8 * 2 * 4
+
+
+def test_a_kernel_may_cut_the_manager_s_blocks() -> None:
+    found = described(spec(32), 4 * BLOCKS, 2, 8, 16)
+    assert {kv.block_size for kv in found.hints["specs"].values()} == {8}
+
+
+def test_blocks_of_no_such_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lacks 6 blocks of 16 tokens"):
+        described(spec(), BLOCKS, 2, 17, 12)
+
+
+def test_latent_rows_are_as_wide_as_the_tensor() -> None:
+    kind = MLAAttentionSpec(num_kv_heads=1, head_size=576, block_size=16)
+    found = described(kind, BLOCKS, 1, 16, 576)
+    assert found.metadata.use_mla
+    assert {(kv.head_size, kv.num_kv_heads) for kv in found.hints["specs"].values()} == {(576, 1)}
+
+
+def test_the_packing_of_the_cpu_s_blocks_is_part_of_the_layout() -> None:
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(1)}
+    arguments = (vllm_config(), config_of(group(spec(), names(1))), caches, RANK)
+    tags = {describe(*arguments, version).hints["opaque_tag"] for version in ("0.31.0", "0.32.0", "0.32.1")}
+    assert len(tags) == 2
+
+
+def test_a_rank_s_number_is_counted_over_tensor_and_pipeline_parallel() -> None:
+    numbers = [Rank(tp, 2, pp, 3).number for pp in range(3) for tp in range(2)]
+    assert numbers == [0, 1, 2, 3, 4, 5]
+
+
+def test_each_layer_s_spec_is_used_where_they_differ() -> None:
+    specs = {"layers.0.attn": spec(), "layers.1.attn": spec()}
+    found = only_group(config_of(group(SimpleNamespace(kv_cache_specs=specs), list(specs))))
+    assert found.layer_names == list(specs)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([group(spec(), ["a"]), group(spec(), ["b"])], "--disable-hybrid-kv-cache-manager"),
+        ([group(MambaSpec(block_size=16), ["mixer"])], "'mixer' keeps a MambaSpec"),
+    ],
+)
+def test_models_that_keep_other_things_than_keys_and_values_are_refused(groups: list[Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        only_group(config_of(*groups))
+
+
+def test_a_split_along_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="decode_context_parallel_size: got 2"):
+        described(spec(), BLOCKS, 2, 16, 16, decode_context_parallel_size=2)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from storage.rig import Rig, key, keys
+
+from lwkv.integrations.vllm.presence import Presence
+
+
+def hashes(*numbers: int) -> list[bytes]:
+    return [key(number).hash for number in numbers]
+
+
+def test_chunks_that_came_or_went_are_told_once_and_as_they_are_now(rig: Rig) -> None:
+    presence = Presence(rig.manager)
+    rig.store(1, 2)
+    assert presence.changes([]) == (hashes(1, 2), [])
+    assert presence.changes([]) == ([], [])
+    rig.store(3)
+    assert rig.host.evict(rig.host.evictable())
+    rig.store(3)
+    kept, dropped = presence.changes([])
+    assert (set(kept), set(dropped)) == (set(hashes(3)), set(hashes(1, 2)))
+
+
+def test_a_chunk_is_told_of_ahead_and_is_on_its_way_until_it_has_arrived(rig: Rig) -> None:
+    presence = Presence(rig.manager)
+    write = rig.begin(1, 2)
+    assert write is not None
+    assert presence.changes(keys(1, 2, 3)) == (hashes(1, 2), hashes(3))
+    assert presence.is_on_its_way(keys(2))
+    assert not presence.is_on_its_way(keys(3))
+    write.commit()
+    assert presence.changes([]) == (hashes(1, 2), [])
+    assert not presence.is_on_its_way(keys(1, 2))
+
+
+def test_a_chunk_that_was_told_of_and_never_arrives_is_taken_back(rig: Rig) -> None:
+    presence = Presence(rig.manager)
+    write = rig.begin(1)
+    assert write is not None
+    presence.changes(keys(1))
+    write.abort()
+    assert presence.changes([]) == ([], hashes(1))

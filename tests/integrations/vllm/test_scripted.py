@@ -1,0 +1,134 @@
+"""Long random histories of requests: every answer is right, and nothing stays held."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from integrations.vllm.scripted import CHUNK, LAYERS, VOCABULARY, Scripted, ScriptedRequest, expected
+
+
+class History:
+    """Requests that share prefixes at random, and what may happen to them."""
+
+    def __init__(self, engine: Scripted, prefixes: int = 4) -> None:
+        self.engine = engine
+        self.random = engine.random
+        self.prefixes = [[self.random.randrange(VOCABULARY) for _ in range(40)] for _ in range(prefixes)]
+        self.requests: list[ScriptedRequest] = []
+
+    def add(self) -> None:
+        draw = self.random
+        prefix = draw.choice(self.prefixes)[: draw.randrange(41)]
+        tokens = prefix + [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 20))]
+        self.requests.append(ScriptedRequest(f"r{len(self.requests)}", tokens, draw.randrange(1, 12)))
+        self.engine.add(self.requests[-1])
+
+    def happen(self) -> None:
+        """Something that may happen between two steps."""
+        draw, engine = self.random, self.engine
+        chance = draw.random()
+        if chance < 0.3:
+            self.add()
+        elif chance < 0.34 and self.requests:
+            engine.abort(draw.choice(self.requests))
+        elif chance < 0.42:
+            draw.choice(engine.ranks).fails_at = draw.randrange(LAYERS)
+        elif chance < 0.47:
+            host = draw.choice(engine.ranks).engine.parts().storage.host
+            host.evict(draw.randrange(1, 1 + host.evictable()) if host.evictable() else 0)
+        elif chance < 0.475:
+            engine.scheduler.reset()
+        elif chance < 0.55:
+            engine.blocks.known.clear()
+
+    def check(self) -> None:
+        """Every answer so far is the beginning of what is computed without a cache."""
+        for request in self.requests:
+            answer = self.engine.answers.get(request.request_id, [])
+            for number, token in enumerate(answer):
+                before = [*request.prompt_token_ids, *answer[:number]]
+                assert token == expected(before, self.engine.num_ranks), (request.request_id, number)
+
+
+KINDS = {
+    "one rank": {},
+    "two ranks": {"num_ranks": 2},
+    "no prefix cache of its own": {"own_cache": False},
+    "few blocks": {"num_blocks": 30},
+    "little host memory": {"host_chunks": 6},
+    "small steps": {"budget": 5},
+    "decoded tokens too": {"save_decode_cache": True},
+    "rests too": {"save_unfull_chunk": True},
+    "two ranks, few blocks, no prefix cache": {"num_ranks": 2, "num_blocks": 30, "own_cache": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_right_whatever_happens_to_requests_chunks_and_loads(kind: str, seed: int) -> None:
+    engine = Scripted(seed, **KINDS[kind])
+    history = History(engine)
+    for _ in range(250):
+        history.happen()
+        engine.step()
+    engine.run()
+    history.check()
+    engine.at_rest()
+    assert engine.loaded >= CHUNK
+    assert engine.failed > 0
+    engine.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**20), kind=st.sampled_from(sorted(KINDS)))
+def test_short_histories_of_any_kind(seed: int, kind: str) -> None:
+    engine = Scripted(seed, **KINDS[kind])
+    history = History(engine, prefixes=1)
+    for _ in range(30):
+        history.happen()
+        engine.step()
+    engine.run()
+    history.check()
+    engine.at_rest()
+    engine.close()
+
+
+def test_requests_are_preempted_in_these_histories() -> None:
+    engine = Scripted(0, num_blocks=22, budget=40)
+    history = History(engine)
+    for _ in range(100):
+        history.happen()
+        engine.step()
+    engine.run()
+    assert engine.preempted > 5
+    engine.close()
+
+
+def test_what_is_computed_twice_is_loaded_the_second_time() -> None:
+    engine = Scripted(1, own_cache=False)
+    tokens = list(range(50))
+    for name, hits in (("cold", 0), ("warm", 48)):
+        engine.loaded = 0
+        engine.add(ScriptedRequest(name, tokens, 3))
+        engine.run()
+        assert engine.loaded == hits
+    assert engine.answers["cold"] == engine.answers["warm"]
+    engine.close()
+
+
+def test_a_rank_s_garbage_is_not_stored_by_the_others() -> None:
+    """One rank's load fails; what the other computed beside it rests on that, and is not found later."""
+    engine = Scripted(2, num_ranks=2, own_cache=False, budget=64)
+    shared = list(range(100, 124))
+    engine.add(ScriptedRequest("first", shared, 2))
+    engine.run()
+    engine.ranks[0].fails_at = 1
+    longer = [*shared, *range(200, 217)]
+    for name in ("fails", "after"):
+        engine.add(ScriptedRequest(name, longer, 3))
+        engine.run()
+        assert engine.answers[name][0] == expected(longer, 2)
+    assert engine.failed > 0
+    assert engine.loaded >= 24 + 40
+    engine.close()

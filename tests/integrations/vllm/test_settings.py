@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.settings import is_layerwise, read_settings
+from lwkv.integrations.vllm.versions import NEWEST, OLDEST, check_version
+
+
+def test_layer_by_layer_is_the_default_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings({}).config.use_layerwise
+    assert is_layerwise({"chunk_size": 64})
+    assert not is_layerwise({"use_layerwise": False})
+    monkeypatch.setenv("LWKV_USE_LAYERWISE", "false")
+    assert not is_layerwise({})
+    assert is_layerwise({"use_layerwise": True})
+
+
+def test_settings_are_lwkv_s_own_and_what_becomes_of_a_failed_load() -> None:
+    settings = read_settings({"chunk_size": 64, "on_load_failure": "fail"})
+    assert (settings.config.chunk_size, settings.on_load_failure) == (64, "fail")
+    assert read_settings({}).on_load_failure == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"on_load_failure": "ignore"}, "recompute or fail"),
+        ({"chunksize": 64}, "chunk_size"),
+        ({"enable_blending": True}, "enable_blending"),
+        ({"save_unfull_chunk": True, "save_decode_cache": True}, "save_unfull_chunk"),
+    ],
+)
+def test_what_cannot_work_is_told_at_the_start(extra: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_settings(extra)
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.9.2", "0.1.0"])
+def test_a_vllm_that_is_too_old_is_refused_with_the_range(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"0\.20 to 0\.\d+"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", [".".join(map(str, OLDEST)) + ".2", ".".join(map(str, NEWEST)) + ".0rc1"])
+def test_a_vllm_of_the_range_is_taken_without_a_word(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_version(version)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("version", ["0.99.0", "1.0", "dev", "0.1.dev123+g12"])
+def test_a_vllm_that_was_not_tested_is_told_of(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_version(version)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
