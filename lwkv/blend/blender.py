@@ -65,7 +65,8 @@ class Blender:
             for each batch, and the selector's own share, or the configured ratio, is the least.
 
     Raises:
-        ConfigError: an engine without the buffer connector; a check layer that the model does not have.
+        ConfigError: an engine without the buffer connector; a cache of another model, or quantized; a check
+            layer that the model does not have.
         LayoutError: caches whose keys cannot be turned.
     """
 
@@ -225,11 +226,25 @@ class Blender:
 
     @torch.no_grad()
     def _compile(self) -> None:
-        """Have the kernel of attention compiled, so that no request finds one that is not."""
+        """Have the kernel of attention compiled, so that no request finds one that is not.
+
+        Raises ConfigError where the cache is not the model's.
+        """
         tokens = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         angles = self.model.angles(tokens, 1)
         q, k, v = self.model.project(0, self.model.embed(tokens), angles)
+        self._require_cache(k)
         self._rows.attend(q, k.repeat(2, 1, 1), v.repeat(2, 1, 1), tokens)
+
+    def _require_cache(self, k: Tensor) -> None:
+        layer = self._connector.layers[0]
+        mine = (self.model.num_layers, *k.shape[1:], k.dtype)
+        cached = (self._connector.num_layers, layer.heads, layer.width, layer.dtype)
+        if mine != cached:
+            raise ConfigError(
+                f"the model's KV is {mine}, the cache's {cached} (layers, heads, head size, dtype): blending "
+                "computes what the cache holds; register this model's cache, in the dtype it computes in"
+            )
 
     def _checked(self, request: BlendRequest) -> CheckedBlend:
         return check_blend(request, self._connector.num_slots)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from blend.conftest import CHUNK, DOCUMENTS, HEAD, QUESTION, SHARED, Bench, host, prompt
+from torch import Tensor
 
 from lwkv.blend import (
     AllTokens,
+    Blender,
     BlendRequest,
     Deviation,
     FirstTokens,
@@ -19,7 +21,10 @@ from lwkv.blend import (
     QueryAttention,
     RandomTokens,
 )
-from lwkv.reference import LAYOUTS, ModelShape, RopeScaling
+from lwkv.errors import ConfigError, RequestError
+from lwkv.reference import LAYOUTS, Model, ModelShape, RopeScaling, inverse_frequencies, random_model
+from lwkv.reference.blending import ReferenceBlend
+from lwkv.reference.rope import rotate
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -189,3 +194,120 @@ def test_segments_are_found_by_content_and_shared_prefix_alone(bench: Bench) -> 
     assert bench.blender(shared_prefix=SHARED[:2]).missing(tokens, request.segments) == [request.segments[0]]
     assert bench.engine.lookup(DOCUMENTS[0]) == 0
     assert bench.engine.lookup([*SHARED, *DOCUMENTS[0]]) == 0
+
+
+class Interleaved(ReferenceBlend):
+    """The same model with the elements of its heads in another order, in which RoPE turns neighbours."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.rope = replace(self.rope, interleaved=True)
+        half = len(self.rope.frequencies)
+        turned = [i + half * part for i in range(half) for part in range(2)]
+        self._order = torch.tensor([*turned, *range(2 * half, model.shape.head_size)])
+
+    def project(self, layer: int, hidden: Tensor, angles: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(layer, hidden, angles)
+        order = self._order.to(q.device)
+        return q[..., order], k[..., order], v
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+def test_heads_that_turn_neighbouring_elements_blend_to_the_same(
+    fraction: float, shape: ModelShape, device: torch.device
+) -> None:
+    bench = Bench(replace(shape, rotary_fraction=fraction), device)
+    model = Interleaved(bench.model)
+    blender = Blender(bench.engine, model, shared_prefix=SHARED, selector=FirstTokens(2), share=0.1)
+    bench.encode(blender)
+    tokens, request = prompt([2, 0, 1])
+    (found,) = blender.prefill([request])
+    torch.testing.assert_close(found.logits.cpu(), _dense(bench, blender, tokens, request, 2), **EXACT)
+    bench.close()
+
+
+def test_loads_that_are_as_late_as_can_be_change_nothing(bench: Bench) -> None:
+    blender = bench.blender(Deviation("v", (1, 2), (0.4, 0.2)), share=0.2)
+    bench.encode(blender)
+    _, request = prompt([2, 0, 1])
+    (wanted,) = blender.prefill([request])
+    bench.cache.fill(float("nan"))
+    lane = blender.segments.connector._load_lane
+    for stream in (lane.copies, lane.kernels):
+        if hasattr(stream, "late"):
+            stream.late = True
+    (found,) = blender.prefill([request])
+    assert torch.equal(found.logits, wanted.logits)
+
+
+def test_a_keys_turn_and_its_way_back_leave_it_as_it_was(bench: Bench) -> None:
+    """A document moves there and back: as a segment of a prompt, and out of that prompt at its old place."""
+    document = DOCUMENTS[0]
+    blender = bench.blender(NoTokens(), share=0.0, shared_prefix=())
+    bench.encode(blender, [document])
+    near, far = np.arange(len(document) + 1), np.arange(100, 160)
+    rows = blender._rows.at(torch.from_numpy(far[30 : 30 + len(document)]).to(bench.model.device))
+    (_,) = blender.prefill([BlendRequest([*range(30), *document, 7], far[: 31 + len(document)], [(30, 43)])])
+    moved = [blender._rows.read(layer, rows)[0] for layer in range(bench.shape.num_layers)]
+    (_,) = blender.prefill([BlendRequest([*document, 7], near, [(0, len(document))])])
+    rows = blender._rows.at(torch.from_numpy(near[:-1]).to(bench.model.device))
+    kept = [blender._rows.read(layer, rows)[0] for layer in range(bench.shape.num_layers)]
+    back = _angles(bench, -30, len(document))
+    for there, here in zip(moved, kept, strict=True):
+        torch.testing.assert_close(rotate(there, *back), here, rtol=0, atol=1e-5)
+
+
+def _angles(bench: Bench, shift: int, count: int) -> tuple[Tensor, Tensor]:
+    angles = (shift * inverse_frequencies(bench.shape)).expand(count, -1)
+    return angles.cos().float().to(bench.model.device), angles.sin().float().to(bench.model.device)
+
+
+@pytest.mark.parametrize("other", [{"num_layers": 3}, {"num_kv_heads": 3}, {"head_size": 8}], ids=str)
+def test_a_cache_of_another_model_is_refused(
+    other: dict[str, int], bench: Bench, device: torch.device
+) -> None:
+    model = random_model(replace(bench.shape, **other), device=device)
+    with pytest.raises(ConfigError, match=r"the model's KV is \(.*the cache's \(4, 2, 10, torch.float32\)"):
+        Blender(bench.engine, ReferenceBlend(model))
+
+
+def test_a_cache_in_another_dtype_is_refused(bench: Bench, device: torch.device) -> None:
+    model = random_model(bench.shape, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="in the dtype it computes in"):
+        Blender(bench.engine, ReferenceBlend(model))
+
+
+def test_an_engine_without_the_buffer_is_refused(shape: ModelShape, device: torch.device) -> None:
+    bench = Bench(shape, device, enable_blending=False)
+    with pytest.raises(ConfigError, match="set enable_blending and use_layerwise"):
+        bench.blender()
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tokens": []}, "without a token"),
+        ({"slot_mapping": [3] * 27}, "slot 3 is given to two tokens"),
+        ({"slot_mapping": [-1, *range(26)]}, "every token of a prompt that is blended needs a slot"),
+        ({"slot_mapping": range(280, 307)}, "out of range"),
+        ({"num_local": 27}, "num_local is 27; allowed: 0 to 26"),
+        ({"segments": [(3, 3)]}, "no part of 27 tokens"),
+        ({"segments": [(0, 28)]}, "no part of 27 tokens"),
+        ({"segments": [(5, 9), (8, 12)]}, "overlap or are out of order"),
+        ({"salts": "lora"}, "salts are 'lora'"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(change: dict[str, Any], text: str, bench: Bench) -> None:
+    if change.get("tokens") == []:
+        change = {**change, "slot_mapping": []}
+    request = replace(BlendRequest(list(range(27)), np.arange(27)), **change)
+    with pytest.raises(RequestError, match=text):
+        bench.blender().prefill([request])
+
+
+def test_prompts_of_a_batch_may_share_no_slot(bench: Bench) -> None:
+    request = BlendRequest([1, 2, 3], [4, 5, 6])
+    with pytest.raises(RequestError, match="two prompts of a batch write to the same slot"):
+        bench.blender().prefill([request, replace(request, slot_mapping=[6, 7, 8])])
+    assert bench.blender().prefill([]) == []
