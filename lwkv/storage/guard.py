@@ -75,7 +75,7 @@ class Guard:
         # Made here: torch lets other threads run, and a later layer's call would come before this one's.
         buffers = [self._pool.page(page) for page in pages.tolist()]
         layer_keys = [LayerKey(key, layer) for key in keys]
-        return self._reads.submit(partial(self._call, "get", self._tier.get, layer_keys, buffers))
+        return self._reads.submit(partial(self._get, layer_keys, pages, buffers))
 
     def put(self, key: ChunkKey, chunk: Chunk) -> Future[None]:
         """Start to copy a complete chunk; its pages must not change until the future is done."""
@@ -111,6 +111,15 @@ class Guard:
         answer = self._tier.contains(keys, self._timeout_s)
         _check_length("contains", answer, len(keys))
         return [bool(there) for there in answer]
+
+    def _get(self, keys: Sequence[LayerKey], pages: Int64s, buffers: Sequence[torch.Tensor]) -> Int64s:
+        self._quarantine.let_go()
+        outcomes = np.full(len(pages), Missing.ERROR)
+        try:
+            outcomes = self._call("get", self._tier.get, keys, buffers)
+        finally:
+            self._quarantine.keep(pages[outcomes != FILLED])
+        return outcomes
 
     def _put(self, key: ChunkKey, chunk: Chunk) -> None:
         # Layer 0 is the commit record: last, and only where all other layers are there.
