@@ -131,36 +131,32 @@ def as_requests(requests: Sequence[Request]) -> Sequence[Request]:
 def _checked(request: Request, chunking: Chunking) -> CheckedRequest:
     # Copies: the engine may go on writing to its arrays while the request is under way.
     ids = as_token_ids(request.tokens).copy()
-    slots = _as_slots(request.slot_mapping, len(ids))
-    first = _leading_false(request.mask, len(ids))
-    counts = chunking.chunk_tokens(len(ids))
-    return CheckedRequest(ids, slots, first, as_salts(request.salts), chunking.chunk_size, counts)
-
-
-def _as_slots(slot_mapping: Any, num_tokens: int) -> Int64s:
-    slots = _as_array(slot_mapping)
-    if slots.shape != (num_tokens,) or (num_tokens and slots.dtype.kind not in "iu"):
-        raise RequestError(
-            f"slot_mapping is {slots.dtype} {slots.shape}; it must be whole numbers, one for each of the "
-            f"{num_tokens} tokens"
-        )
-    if slots.dtype == np.uint64 and num_tokens:
+    slots = _as_row("slot_mapping", request.slot_mapping, len(ids), "iu", "whole numbers")
+    if slots.dtype == np.uint64:
         slots = np.minimum(slots, np.iinfo(np.int64).max)  # NO_SLOT is a signed number
-    return slots.astype(np.int64)
+    first = 0 if request.mask is None else _leading_false(request.mask, len(ids))
+    salts, counts = as_salts(request.salts), chunking.chunk_tokens(len(ids))
+    return CheckedRequest(ids, slots.astype(np.int64), first, salts, chunking.chunk_size, counts)
 
 
 def _leading_false(mask: Any, num_tokens: int) -> int:
-    if mask is None:
-        return 0
-    flags = _as_array(mask)
-    if flags.shape != (num_tokens,) or (num_tokens and flags.dtype != np.bool_):
-        raise RequestError(
-            f"mask is {flags.dtype} {flags.shape}; it must be bool, one for each of the {num_tokens} tokens"
-        )
+    flags = _as_row("mask", mask, num_tokens, "b", "bool")
     first = num_tokens - int(flags.sum())
     if flags[:first].any():
         raise RequestError("mask must be False for a leading part and True from there on")
     return first
+
+
+def _as_row(name: str, values: Any, num_tokens: int, kinds: str, words: str) -> npt.NDArray[Any]:
+    try:
+        row = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError) as error:  # a dtype that numpy lacks, a list of unequal lists
+        raise RequestError(f"{name} is {values!r}, which is no array of numbers: {error}") from error
+    if row.shape != (num_tokens,) or (num_tokens and row.dtype.kind not in kinds):
+        raise RequestError(
+            f"{name} is {row.dtype} {row.shape}; it must be {words}, one for each of the {num_tokens} tokens"
+        )
+    return row
 
 
 def as_salts(salts: Any) -> tuple[str, ...]:
@@ -169,10 +165,3 @@ def as_salts(salts: Any) -> tuple[str, ...]:
     if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
         raise RequestError(f"salts are {salts!r}; they must be a list or tuple of texts")
     return tuple(salts)
-
-
-def _as_array(values: Any) -> npt.NDArray[Any]:
-    try:
-        return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    except (TypeError, ValueError) as error:  # a dtype that numpy lacks, a list of unequal lists
-        raise RequestError(f"got {values!r}, which is no array of numbers: {error}") from error
