@@ -43,7 +43,8 @@ class Clock:
 
 
 class Rig:
-    """A manager of chunks named by numbers; its clock stands still unless it is given another."""
+    """A manager of chunks named by numbers; its clock stands still unless it is given another. `settings` are
+    more of StorageManager's."""
 
     def __init__(
         self,
@@ -51,13 +52,14 @@ class Rig:
         tiers: Sequence[FaultyTier] = (),
         timeout_s: float = LONG_S,
         clock: Callable[[], float] | None = None,
+        **settings: bool,
     ) -> None:
         self.pool = HostPool(CPU(), PAGE_BYTES, num_chunks * NUM_LAYERS * 4096, 4 * 4096)
         self.tiers = tiers
         self.counters = Counters()
         self.clock = Clock()
         self.manager = StorageManager(
-            self.pool, NUM_LAYERS, tiers, timeout_s, self.counters, clock or self.clock
+            self.pool, NUM_LAYERS, tiers, timeout_s, self.counters, clock or self.clock, **settings
         )
         self.host = self.manager.host
 
