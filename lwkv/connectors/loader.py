@@ -114,7 +114,9 @@ class Loader(Caches):
             lane.take_back(buffer)
         recording.end(lane.kernels)
         load.stream = self.platform.current_stream(self.device)
-        load.arrived[layer] = load.not_waited_for = self._mark(lane)
+        event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
+        self.platform.record(event, lane.kernels)
+        load.arrived[layer] = load.not_waited_for = event
 
     def _writing(
         self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice
@@ -164,8 +166,3 @@ class Loader(Caches):
         event = self.platform.new_event(blocking=True)
         self.platform.record(event, stream)
         self.platform.synchronize_event(event)
-
-    def _mark(self, lane: Lane) -> Event:
-        event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
-        self.platform.record(event, lane.kernels)
-        return event
