@@ -40,7 +40,17 @@ def test_every_test_that_is_named_exists() -> None:
     assert [name for name in named if f"def {name}(" not in source] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/config.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "document",
+    [
+        "README.md",
+        "docs/architecture.md",
+        "docs/config.md",
+        "docs/tiers.md",
+        "docs/blending.md",
+        "CHANGELOG.md",
+    ],
+)
 def test_every_file_that_is_named_exists(document: str) -> None:
     text = (TREE / document).read_text()
     named = set(re.findall(r"`((?:lwkv|platforms|tests|docs|ci|benchmarks)/[\w./-]*)`", text))
