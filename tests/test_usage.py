@@ -1,4 +1,4 @@
-"""The scripts of docs/usage.md do what they say."""
+"""The scripts of the documents do what they say."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import pytest
 
 from lwkv.platforms import Platform
 
-SCRIPTS = re.findall(
-    r"^```python\n(.*?)^```", (Path(__file__).parents[1] / "docs" / "usage.md").read_text(), re.M | re.S
-)
+DOCS = Path(__file__).parents[1] / "docs"
+SCRIPTS = [
+    script
+    for document in ("usage.md", "tiers.md")
+    for script in re.findall(r"^```python\n(.*?)^```", (DOCS / document).read_text(), re.M | re.S)
+]
 
 
-def test_there_is_a_script_for_each_engine() -> None:
-    assert len(SCRIPTS) == 2
+def test_there_is_a_script_for_each_engine_and_for_a_tier() -> None:
+    assert len(SCRIPTS) == 3
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=["vllm", "sglang"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=["vllm", "sglang", "tier"])
 def test_a_script_of_the_documentation_runs(
     script: str, platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LWKV_PLATFORM", platform.name)
-    exec(compile(script, "docs/usage.md", "exec"), {})
+    exec(compile(script, "docs", "exec"), {})
