@@ -117,6 +117,33 @@ def test_what_is_computed_twice_is_loaded_the_second_time() -> None:
     engine.close()
 
 
+def test_a_load_that_always_fails_is_not_offered_for_ever() -> None:
+    engine = Scripted(3, own_cache=False)
+    tokens = list(range(30))
+    engine.add(ScriptedRequest("cold", tokens, 2))
+    engine.run()
+    engine.ranks[0].always_fails = True
+    engine.add(ScriptedRequest("warm", tokens, 2))
+    engine.run(steps=20)
+    assert engine.answers["warm"] == engine.answers["cold"]
+    engine.close()
+
+
+def test_what_was_computed_beside_a_load_that_failed_is_stored_in_a_later_step() -> None:
+    engine = Scripted(4, own_cache=False, budget=200)
+    engine.add(ScriptedRequest("cached", list(range(24)), 1))
+    engine.run()
+    engine.ranks[0].fails_at = 0
+    engine.add(ScriptedRequest("fails", list(range(30)), 2))
+    engine.add(ScriptedRequest("beside", list(range(100, 150)), 4))
+    engine.run()
+    engine.loaded = 0
+    engine.add(ScriptedRequest("again", list(range(100, 150)), 1))
+    engine.run()
+    assert engine.loaded == 48
+    engine.close()
+
+
 def test_a_rank_s_garbage_is_not_stored_by_the_others() -> None:
     """One rank's load fails; what the other computed beside it rests on that, and is not found later."""
     engine = Scripted(2, num_ranks=2, own_cache=False, budget=64)
