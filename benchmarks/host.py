@@ -11,7 +11,7 @@ import numpy as np
 from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Findings, table
-from lwkv.benchmarks.prefill import HostTimes, median_host_ms, timed
+from lwkv.benchmarks.prefill import HostTimes, layer_host_ms, median_host_ms, timed
 from lwkv.engine import Request
 from lwkv.keys import chunk_keys
 from lwkv.steps import LayerSteps
@@ -22,7 +22,7 @@ HASHED_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class HostTime:
-    """Host milliseconds without a model: medians of a call of start_load_kv, and of a layer's hooks.
+    """Host milliseconds without a model: of a call of start_load_kv, and of a hook, on average over layers.
 
     A layer's pages lie side by side on the host, unless `scattered`. The host never waits for the device,
     but a full queue of it is part of the time.
@@ -93,7 +93,7 @@ def _measure_loads(bench: Bench, bed: Bed, kept: Slots) -> tuple[float, float]:
         steps.wait_for_save()
 
     bench.median_ms(load)
-    return median_host_ms(hosts.starts), median_host_ms(hosts.waits)
+    return median_host_ms(hosts.starts), layer_host_ms(hosts.waits, bed.shape.num_layers)
 
 
 def _measure_saves(bench: Bench, bed: Bed) -> float:
@@ -108,7 +108,7 @@ def _measure_saves(bench: Bench, bed: Bed) -> float:
 
     bench.median_ms(save, before=bed.flush)
     bed.flush()
-    return median_host_ms(hosts.saves)
+    return layer_host_ms(hosts.saves, bed.shape.num_layers)
 
 
 def _hooks(times: list[HostTime]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Findings, table
-from lwkv.benchmarks.prefill import HostTimes, median_host_ms, prefill, timed
+from lwkv.benchmarks.prefill import HostTimes, layer_host_ms, median_host_ms, prefill, timed
 from lwkv.benchmarks.stack import Stack
 from lwkv.engine import Request
 from lwkv.steps import LayerSteps
@@ -21,8 +21,8 @@ from lwkv.steps import LayerSteps
 class Overlap:
     """Milliseconds of one prefill of `suffix` tokens over `prefix` cached ones.
 
-    `ratio` is layerwise over the larger of compute and load: 1 is perfect. `wait_ms` is the host's median
-    time in the wait hook of a layer, `start_ms` that in start_load_kv.
+    `ratio` is layerwise over the larger of compute and load: 1 is perfect. `wait_ms` is the host's time in the
+    wait hook, on average over the layers, `start_ms` that in start_load_kv.
     """
 
     prefix: int
@@ -95,7 +95,7 @@ def measure_overlap(bench: Bench, bed: Bed, kept: Slots, suffix: int) -> Overlap
         layerwise_ms=layerwise_ms,
         bulk_ms=bulk_ms,
         ratio=layerwise_ms / max(compute_ms, load_ms),
-        wait_ms=median_host_ms(hosts.waits),
+        wait_ms=layer_host_ms(hosts.waits, bed.shape.num_layers),
         start_ms=median_host_ms(hosts.starts),
     )
 

@@ -51,3 +51,12 @@ def timed(times: list[float]) -> Iterator[None]:
 def median_host_ms(seconds: list[float]) -> float:
     """The median, in milliseconds."""
     return statistics.median(seconds) * 1e3
+
+
+def layer_host_ms(seconds: list[float], num_layers: int) -> float:
+    """Milliseconds a layer: the mean over a run's layers, of which some calls do the work of several.
+
+    `seconds` are of whole runs, layer by layer; of all runs it is the median.
+    """
+    runs = [seconds[i : i + num_layers] for i in range(0, len(seconds), num_layers)]
+    return statistics.median(map(statistics.mean, runs)) * 1e3

@@ -10,7 +10,7 @@ import torch
 
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Findings
-from lwkv.benchmarks.prefill import HostTimes, median_host_ms, prefill
+from lwkv.benchmarks.prefill import HostTimes, layer_host_ms, prefill
 from lwkv.benchmarks.stack import Stack
 from lwkv.benchmarks.timing import median_ratio
 from lwkv.engine import Request
@@ -21,8 +21,8 @@ from lwkv.steps import LayerSteps
 class StoreCost(Findings):
     """Milliseconds of a prefill of `tokens` tokens without and with storing all of them by layers.
 
-    `ratio` is the median of the ratios of two neighbouring runs; `save_ms` is the host's median time in the
-    save hook of a layer.
+    `ratio` is the median of the ratios of two neighbouring runs; `save_ms` is the host's time in the save hook,
+    on average over the layers.
     """
 
     tokens: int
@@ -57,4 +57,5 @@ def measure_store_cost(bench: Bench) -> StoreCost:
 
         plain, stored = bench.alternate_ms([without, storing], before=bed.flush)
     medians = statistics.median(plain), statistics.median(stored)
-    return StoreCost(bench.prefix, *medians, median_ratio(stored, plain), median_host_ms(hosts.saves))
+    save_ms = layer_host_ms(hosts.saves, bench.shape.num_layers)
+    return StoreCost(bench.prefix, *medians, median_ratio(stored, plain), save_ms)
