@@ -212,8 +212,10 @@ class Blender:
         ]
 
     def _work(self, layouts: Sequence[Layout]) -> Work:
+        reused = sum(len(layout.candidates) for layout in layouts)
         return Work(
-            reused=sum(len(layout.candidates) for layout in layouts),
+            reused=reused,
+            loaded=reused + sum(layout.known - layout.prompt.num_local for layout in layouts),
             always=sum(len(layout.always) for layout in layouts),
             num_layers=self.model.num_layers,
             full_layers=self.selector.layers[0] if isinstance(self.selector, ByChange) else 0,

@@ -30,10 +30,12 @@ class Decision:
 class Work:
     """What a batch has to do: tokens that can be reused, tokens that are computed in any case, layers.
 
-    In `full_layers` all tokens are computed, whatever the share.
+    In `full_layers` all tokens are computed, whatever the share. `loaded` are the tokens that come from the
+    tiers, those of a prefix included.
     """
 
     reused: int
+    loaded: int
     always: int
     num_layers: int
     full_layers: int
@@ -46,7 +48,7 @@ class Work:
     @property
     def loads(self) -> int:
         """Rows loaded, summed over the layers."""
-        return self.reused * self.num_layers
+        return self.loaded * self.num_layers
 
 
 # A pass that waited for less than this part of its time was not held up by its loads.

@@ -19,6 +19,9 @@ from lwkv.blend.selector import AtStart, ByAttention, ByChange, Selector, top
 from lwkv.kernels import Rows as CacheRows
 from lwkv.platforms.protocol import Int64s
 
+# The last tokens of a question ask; where it is longer, its beginning does not.
+MOST_ASKING = 64
+
 # Called with a layer's number before it is read, and after it is written.
 LayerHook = Callable[[int], None]
 
@@ -174,7 +177,7 @@ class BlendPass:
     def _paid(self, rows: Rows, q: Tensor, k: Tensor) -> list[Tensor]:
         found = []
         for layout, end, (a, b) in zip(self._layouts, rows.bounds[1:], pairwise(self._bounds), strict=True):
-            asking = slice(end - layout.question, end)
+            asking = slice(end - min(layout.question, MOST_ASKING), end)
             found.append(attention_paid(q[asking], k[a:b], rows.positions[asking]))
         return found
 
