@@ -21,8 +21,8 @@ from lwkv.steps import LayerSteps
 class Overlap:
     """Milliseconds of one prefill of `suffix` tokens over `prefix` cached ones.
 
-    `ratio` is layerwise over the larger of compute and load: 1 is perfect. `wait_ms` is the host's time in the
-    wait hook, on average over the layers, `start_ms` that in start_load_kv.
+    `ratio` is layerwise over the larger of compute and load: 1 is perfect. `wait_ms` is the host's time in
+    the wait hook, on average over the layers, `start_ms` that in start_load_kv.
     """
 
     prefix: int

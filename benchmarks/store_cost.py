@@ -21,8 +21,8 @@ from lwkv.steps import LayerSteps
 class StoreCost(Findings):
     """Milliseconds of a prefill of `tokens` tokens without and with storing all of them by layers.
 
-    `ratio` is the median of the ratios of two neighbouring runs; `save_ms` is the host's time in the save hook,
-    on average over the layers.
+    `ratio` is the median of the ratios of two neighbouring runs; `save_ms` is the host's time in the save
+    hook, on average over the layers.
     """
 
     tokens: int
