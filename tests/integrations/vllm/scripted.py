@@ -145,12 +145,11 @@ class RankOfModel:
         )
         self.worker = WorkerSide(self.engine, rank, BLOCK)
         self.fails_at: int | None = None
-        self.always_fails = False
         self._load_layer = self.engine.connector.load_layer
         self.engine.connector.load_layer = self._load_or_fail  # type: ignore[method-assign]
 
     def _load_or_fail(self, load: Any, layer: int, *rest: Any) -> None:
-        if layer == self.fails_at or self.always_fails:
+        if layer == self.fails_at:
             self.fails_at = None
             raise RuntimeError("the device fails")
         self._load_layer(load, layer, *rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,15 +118,20 @@ def test_what_is_computed_twice_is_loaded_the_second_time() -> None:
     engine.close()
 
 
-def test_a_load_that_always_fails_is_not_offered_for_ever() -> None:
+def test_chunks_that_could_not_be_loaded_are_offered_when_they_have_been_stored_anew() -> None:
     engine = Scripted(3, own_cache=False)
     tokens = list(range(30))
+    index = engine.scheduler.index
     engine.add(ScriptedRequest("cold", tokens, 2))
     engine.run()
-    engine.ranks[0].always_fails = True
+    engine.ranks[0].fails_at = 1
     engine.add(ScriptedRequest("warm", tokens, 2))
-    engine.run(steps=20)
-    assert engine.answers["warm"] == engine.answers["cold"]
+    keys = index.keys(np.array(tokens), ())
+    assert index.prefix(keys) == 3
+    engine.step()
+    assert index.prefix(keys) == 0
+    engine.run()
+    assert index.prefix(keys) == 3
     engine.close()
 
 
