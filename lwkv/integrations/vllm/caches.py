@@ -136,7 +136,7 @@ def _kernel_block(cache: torch.Tensor, num_blocks: int, block_size: int) -> int:
         if rest == 0 and block_size % parts == 0 and block_size // parts in cache.shape:
             return block_size // parts
     raise ConfigError(
-        f"a cache of shape {tuple(cache.shape)} lacks {num_blocks} blocks of {block_size} tokens, whole or cut"
+        f"a cache of shape {tuple(cache.shape)} lacks {num_blocks} blocks of {block_size} tokens"
     )
 
 
