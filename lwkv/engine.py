@@ -19,7 +19,7 @@ from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import ClosedError
 from lwkv.key_memo import KeyMemo
-from lwkv.keys import as_token_ids, make_namespace
+from lwkv.keys import ChunkKey, as_token_ids, make_namespace
 from lwkv.log_level import follow_log_level
 from lwkv.metadata import CacheMetadata
 from lwkv.metrics import prometheus_text
@@ -133,6 +133,11 @@ class CacheEngine:
         """The names of all tiers, host memory first."""
         return self._storage.tier_names
 
+    def keys(self, tokens: Any, salts: Sequence[str] = ()) -> list[ChunkKey]:
+        """The key of every chunk of `tokens`, which is not the caller's to change. Raises as `lookup`."""
+        ids = as_token_ids(tokens)
+        return self._memo.keys(ids[: int(self._chunking.chunk_tokens(len(ids)).sum())], as_salts(salts))
+
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
         """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
 
@@ -141,8 +146,7 @@ class CacheEngine:
         """
         self._require_open()
         ids = as_token_ids(tokens)
-        counts = self._chunking.chunk_tokens(len(ids))
-        keys = self._memo.keys(ids[: int(counts.sum())], as_salts(salts))
+        counts, keys = self._chunking.chunk_tokens(len(ids)), self.keys(ids, salts)
         return int(counts[: self._storage.lookup(keys)].sum())
 
     def retrieve_layer(

@@ -90,7 +90,7 @@ class PagedConnector(Loader):
         return Save(self._saver, plan, max(1, together), sync)
 
     def save_layer(self, save: Save, layer: int, pages: Int64s) -> None:
-        """Save a layer, which has been computed, into pages, int64 (chunks,): at the latest in `finish_save`."""
+        """Save a layer that has been computed into pages, int64 (chunks,); at the latest in `finish_save`."""
         save.saver.add(save, layer, self.layers[layer], pages)
 
     def finish_save(self, save: Save) -> None:

@@ -13,7 +13,7 @@ from lwkv.errors import LwkvError
 from lwkv.integrations.vllm.orders import Move, StepOrders
 from lwkv.integrations.vllm.presence import Presence
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.keys import ChunkKey, chunk_keys
+from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.rarely import Rarely
 from lwkv.steps import LayerSteps
@@ -177,10 +177,8 @@ class WorkerSide:
         return self._store_steps.wait_for_save().stored
 
     def _keys(self, move: Move) -> list[ChunkKey]:
-        config = self.engine.config
-        return chunk_keys(
-            move.tokens, config.chunk_size, self.engine.namespace, move.salts, config.save_unfull_chunk
-        )
+        # As the engine has them: they are hashed once.
+        return self.engine.keys(move.tokens, move.salts)
 
 
 def _grows(name: str) -> bool:
