@@ -32,7 +32,8 @@ class Bed:
     `source` and `target` are int64 (num_tokens,), the slots of the two places. Host memory for `prompts`
     whole prompts is page-locked at once, so that this is in nobody's time: a new prompt then takes the place
     of the one that was used least recently. Leaving a `with` block gives all of it back. `config` has
-    settings beside those that the sizes ask for.
+    settings beside those that the sizes ask for. Prompts are numbered from `first_prompt`: a tier that
+    outlives the bed must not know them from a run before, whose bytes were others.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Bed:
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
         config: Mapping[str, Any] | None = None,
+        first_prompt: int = 0,
     ) -> None:
         self.platform, self.device, self.shape, self.num_tokens = platform, device, shape, num_tokens
         per_place = -(-num_tokens // shape.block_size)
@@ -55,7 +57,7 @@ class Bed:
         blocks = np.random.default_rng(0).permutation(2 * per_place)
         self.source = _slots(blocks[:per_place], shape.block_size)[:num_tokens]
         self.target = _slots(blocks[per_place:], shape.block_size)[:num_tokens]
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_prompt)
         self.engine = CacheEngine.create(
             _config(shape, num_tokens, prompts, config or {}),
             _metadata(shape),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ NUM_PARTS_OF_PREFIX = 8
 class Bench:
     """One run: a shape on a device, a cached prefix, suffixes to compute; sizes in tokens.
 
-    `disk` is a folder of the disk that is measured; None for where the system keeps temporary files.
+    `disk` is a folder of the disk that is measured; None for where the system keeps temporary files. `remote`
+    is the URL of the remote tier that is measured; None for none.
 
     Raises:
         ConfigError: the prefix cannot be cut into eight requests of whole chunks; no suffix; no repeat.
@@ -38,6 +39,7 @@ class Bench:
     suffixes: tuple[int, ...]
     repeats: int
     disk: Path | None = None
+    remote: str | None = field(default=None, repr=False)  # it may have a password in it
 
     def __post_init__(self) -> None:
         unit = NUM_PARTS_OF_PREFIX * self.shape.chunk_size

@@ -19,6 +19,7 @@ from lwkv.benchmarks.parts import PARTS, choose_parts
 from lwkv.benchmarks.recorded import Recorded
 from lwkv.benchmarks.result import Result
 from lwkv.benchmarks.shapes import SHAPES
+from lwkv.doctor_tiers import without_secrets
 from lwkv.errors import ConfigError
 from lwkv.picture import draw_timeline
 from lwkv.platforms import Platform, detect_platform
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk", type=Path, metavar="DIR", help="a folder of the disk to measure (where temporary files are)"
     )
+    parser.add_argument("--remote", metavar="URL", help="the server of a remote tier to measure (none)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -99,7 +101,8 @@ def _bench(platform: Platform, args: argparse.Namespace) -> Bench:
     name = chosen.pop("shape")
     if name not in SHAPES:
         raise ConfigError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
-    return Bench(platform, platform.current_device(), SHAPES[name], disk=args.disk, **chosen)
+    device = platform.current_device()
+    return Bench(platform, device, SHAPES[name], disk=args.disk, remote=args.remote, **chosen)
 
 
 def _command(bench: Bench, parts: list[str], output: Path) -> str:
@@ -113,6 +116,7 @@ def _command(bench: Bench, parts: list[str], output: Path) -> str:
         "only": ",".join(parts),
         "output": output,
         **({"disk": bench.disk} if bench.disk else {}),
+        **({"remote": without_secrets(bench.remote)} if bench.remote else {}),
     }
     return shlex.join(
         ["lwkv", "bench", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]

@@ -17,6 +17,7 @@ from lwkv.benchmarks.overlap import measure_overlaps
 from lwkv.benchmarks.peers import measure_peers
 from lwkv.benchmarks.profile import measure_profile
 from lwkv.benchmarks.recorded import record_prefill
+from lwkv.benchmarks.remote import measure_remote
 from lwkv.benchmarks.store_cost import measure_store_cost
 from lwkv.benchmarks.sweep import measure_sweep
 from lwkv.benchmarks.throttled import measure_throttled
@@ -47,6 +48,7 @@ PARTS = {
     "pipeline": Part("The pipeline alone", measure_throttled),
     "blend": Part("Blending", measure_blend),
     "disk": Part("The disk tier", measure_disk),
+    "remote": Part("The remote tier", measure_remote),
     "timeline": Part("One overlapped prefill", record_prefill),
     PEERS: Part("LMCache in the same process", measure_peers, on_host=False),
 }
