@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lwkv.errors import ConfigError
 from lwkv.storage.checksum import checksum
-from lwkv.storage.disk_folder import CHUNK_SUFFIX, Kind, kind_of
 from lwkv.storage.disk_format import ALIGNMENT, BadFileError, Header, header_size, unpack
 from lwkv.storage.disk_lock import is_owned, locked
+from lwkv.storage.disk_names import CHUNK_SUFFIX, Kind, kind_of
 
 LOCK_TIMEOUT_S = 10.0
 

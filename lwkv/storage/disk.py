@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,33 +14,19 @@ from lwkv.config import Config
 from lwkv.counters import Counters
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, LayerKey
-from lwkv.storage.checksum import checksum, checksum_by
-from lwkv.storage.disk_folder import NO_FILE, Draft, Folder
-from lwkv.storage.disk_format import BadFileError, FileForm, Header, pack, unpack
+from lwkv.storage.checksum import checksum_by
+from lwkv.storage.disk_folder import Folder
+from lwkv.storage.disk_format import FileForm
 from lwkv.storage.disk_headers import Headers
-from lwkv.storage.disk_io import (
-    bytes_of,
-    open_to_read,
-    read_bytes,
-    read_pages,
-    reads_directly,
-    write_bytes,
-    write_pages,
-)
+from lwkv.storage.disk_io import reads_directly
+from lwkv.storage.disk_reader import DiskReader
+from lwkv.storage.disk_writer import DiskWriter
 from lwkv.storage.tier import Status, TierSetup
 from lwkv.workers import Workers
 
 log = logging.getLogger(__name__)
 
-NUM_THREADS = 4
-
-
-@dataclass
-class _Writing:
-    """A chunk whose layers are being put, and the checksums of those that are."""
-
-    draft: Draft
-    checksums: dict[int, int] = field(default_factory=dict)
+NUM_THREADS = 8
 
 
 class DiskTier:
@@ -55,19 +38,17 @@ class DiskTier:
     name = "disk"
 
     def __init__(self, folder: Folder, form: FileForm, counters: Counters) -> None:
+        headers = Headers()
         self._folder = folder
-        self._form = form
-        self._counters = counters
-        self._headers = Headers()
-        self._writing: dict[str, _Writing] = {}
-        self._lock = threading.Lock()
-        self._workers = Workers("disk-io", NUM_THREADS)
+        self._reader = DiskReader(folder, form, headers, counters)
+        self._writer = DiskWriter(folder, form, headers)
+        self._workers = Workers("disk-read", NUM_THREADS)
         self._closed = False
 
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
         self._require_open()
         texts = [key.to_string() for key in keys]
-        there = [self._is_there(text) for text in texts]
+        there = [self._reader.is_there(text) for text in texts]
         self._folder.touch([text for text, found in zip(texts, there, strict=True) if found])
         return there
 
@@ -96,112 +77,18 @@ class DiskTier:
     def close(self) -> None:
         self._closed = True
         self._workers.close(0)
-        with self._lock:
-            left, self._writing = self._writing, {}
-        for writing in left.values():
-            self._folder.discard(writing.draft)
+        self._writer.close()
 
     def gauges(self) -> dict[str, int]:
         """What is there now."""
         return {"used_bytes": self._folder.used_bytes, "files": self._folder.num_files}
 
-    def _is_there(self, key: str) -> bool:
-        size = self._folder.size_of(key)
-        if size is None or size == self._form.file_bytes:
-            return size is not None
-        reason = "truncated" if 0 <= size < self._form.file_bytes else "foreign"
-        text = f"it has {size} bytes, not {self._form.file_bytes}"
-        self._folder.set_aside(key, reason, text)
-        return False
-
     def _read_all(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]) -> list[Status]:
-        return [self._read(key, page) for key, page in zip(keys, pages, strict=True)]
-
-    def _read(self, key: LayerKey, page: torch.Tensor) -> Status:
-        text = key.chunk.to_string()
-        try:
-            return self._fill(text, key.layer, page)
-        except FileNotFoundError:
-            return Status.MISS
-        except BadFileError as error:
-            self._folder.set_aside(text, error.reason, str(error))
-            return Status.MISS
-        except OSError as error:
-            if self._folder.size_of(text) == NO_FILE:
-                self._folder.set_aside(text, "foreign", "it is no ordinary file")
-                return Status.MISS
-            if error.errno != errno.EIO:
-                raise
-            self._counters.add("disk_io_errors")
-            return Status.ERROR
-
-    def _fill(self, key: str, layer: int, page: torch.Tensor) -> Status:
-        file = open_to_read(self._folder.chunk_path(key), self._folder.direct)
-        try:
-            header = self._headers.get(key) or self._read_header(file, key)
-            if layer >= len(header.layers):
-                return Status.MISS
-            read_pages(file, [page], self._form.offset(layer))
-            found = checksum(bytes_of(page))
-            if found != header.layers[layer].checksum:
-                # Another process may have removed the file and written it anew since its header was read.
-                header = self._read_header(file, key)
-            if found != header.layers[layer].checksum:
-                raise BadFileError("corrupt", f"layer {layer} does not have the checksum it should")
-            return Status.OK
-        finally:
-            os.close(file)
-
-    def _read_header(self, file: int, key: str) -> Header:
-        header = unpack(read_bytes(file, self._form.header_bytes))
-        if header != self._form.header(key, [entry.checksum for entry in header.layers]):
-            raise BadFileError("foreign", f"it holds {header.key}, or layers of another size")
-        self._headers.keep(key, header)
-        return header
+        return [self._reader.read(key, page) for key, page in zip(keys, pages, strict=True)]
 
     def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> bool:
-        with self._lock:
-            writing = self._writing.pop(key, None)
-        if writing is None:
-            if self._is_there(key):
-                return True
-            if 0 in pages and len(pages) < self._form.num_layers:
-                return False
-            writing = _Writing(self._folder.begin(key, self._form.file_bytes))
-        try:
-            self._write(writing, pages)
-            if 0 in pages:
-                return self._finish(key, writing)
-        except BaseException:
-            self._folder.discard(writing.draft)
-            raise
-        self._keep_for_later(key, writing)
-        return True
-
-    def _write(self, writing: _Writing, pages: Mapping[int, torch.Tensor]) -> None:
-        sums = self._workers.submit(
-            lambda: {layer: checksum(bytes_of(page)) for layer, page in pages.items()}
-        )
-        for run in _runs(sorted(pages)):
-            write_pages(writing.draft.file, [pages[layer] for layer in run], self._form.offset(run[0]))
-        writing.checksums |= sums.result()
-
-    def _finish(self, key: str, writing: _Writing) -> bool:
-        if len(writing.checksums) < self._form.num_layers:
-            self._folder.discard(writing.draft)
-            return False
-        header = self._form.header(key, [writing.checksums[i] for i in range(self._form.num_layers)])
-        write_bytes(writing.draft.file, pack(header, self._form.header_bytes))
-        self._folder.commit(writing.draft)
-        self._headers.keep(key, header)
-        return True
-
-    def _keep_for_later(self, key: str, writing: _Writing) -> None:
-        with self._lock:
-            former = self._writing.get(key)
-            self._writing[key] = writing
-        if former is not None:
-            self._folder.discard(former.draft)
+        known = not self._writer.is_writing(key) and self._reader.is_there(key)
+        return known or self._writer.put(key, pages)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -255,14 +142,3 @@ def _unusable(path: str, error: OSError) -> ConfigError:
         f"local_disk: {path!r} cannot be used: {error.strerror or error}; give a folder that is there and "
         "can be written to, or leave local_disk out"
     )
-
-
-def _runs(layers: Sequence[int]) -> list[list[int]]:
-    """Neighbouring layers, which are neighbours in the file too, together."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return runs

@@ -5,54 +5,25 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import stat
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 
 from lwkv.counters import Counters
 from lwkv.storage.disk_io import create
 from lwkv.storage.disk_lock import FolderLock, is_owned, locked, own, used_in
+from lwkv.storage.disk_names import BAD_SUFFIX, CHUNK_SUFFIX, Kind, draft_name, kind_of
+from lwkv.storage.disk_uses import Uses
 
 log = logging.getLogger(__name__)
 
-CHUNK_SUFFIX = ".kv"
-BAD_SUFFIX = ".bad"
 NO_FILE = -1
 RESCAN_S = 30.0
-TOUCH_S = 10.0
 SET_ASIDE_S = 1.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_OWN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.[0-9a-f]{32}\.(kv|bad|tmp-[0-9]+-[0-9a-f]{8})")
-
-
-class Kind(Enum):
-    """What a file in the folder is; any other is somebody else's and left alone."""
-
-    CHUNK = "chunk"
-    BAD = "set aside"
-    DRAFT = "being written"
-
-
-def kind_of(name: str) -> Kind | None:
-    """What the file of this name is; None if it is not lwkv's."""
-    match = _OWN.fullmatch(name)
-    if match is None:
-        return None
-    return {"kv": Kind.CHUNK, "bad": Kind.BAD}.get(match[1], Kind.DRAFT)
-
-
-@dataclass(slots=True)
-class Use:
-    """When a file was last used, and when the other processes were told of it, in seconds since the epoch."""
-
-    at: float
-    told_at: float
+_NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +34,10 @@ class Draft:
     path: str
     file: int
     num_bytes: int
+
+
+class _DiskFullError(OSError):
+    """The file system has no space, though the limit is not reached."""
 
 
 class Folder:
@@ -90,8 +65,7 @@ class Folder:
         self._counters = counters
         self._clock = clock
         self._timeout_s = timeout_s
-        self._files: OrderedDict[str, Use] = OrderedDict()
-        self._lock = threading.Lock()
+        self._uses = Uses()
         self._scanned_at = float("-inf")
         try:
             with locked(path, timeout_s) as lock:
@@ -102,7 +76,7 @@ class Folder:
 
     @property
     def num_files(self) -> int:
-        return len(self._files)
+        return len(self._uses)
 
     @property
     def used_bytes(self) -> int:
@@ -117,29 +91,18 @@ class Folder:
         try:
             found = os.stat(self.chunk_path(key), follow_symlinks=False)
         except FileNotFoundError:
-            with self._lock:
-                self._files.pop(key + CHUNK_SUFFIX, None)
+            self._uses.forget(key + CHUNK_SUFFIX)
             return None
         if not stat.S_ISREG(found.st_mode):
             return NO_FILE
-        with self._lock:
-            self._files.setdefault(key + CHUNK_SUFFIX, Use(found.st_mtime, found.st_mtime))
+        self._uses.add(key + CHUNK_SUFFIX, found.st_mtime)
         return found.st_size
 
     def touch(self, keys: Sequence[str]) -> None:
         """Note that chunks are used, for this process and, now and then, for the others."""
-        now, told = self._clock(), []
-        with self._lock:
-            # Deep chunks are of no use without those before them, so they are to go first.
-            for name in (key + CHUNK_SUFFIX for key in reversed(keys)):
-                use = self._files.get(name)
-                if use is not None:
-                    self._files.move_to_end(name)
-                    use.at = now
-                    if now - use.told_at > TOUCH_S:
-                        use.told_at = now
-                        told.append(name)
-        for name in told:
+        now = self._clock()
+        # Deep chunks are of no use without those before them: they are used first, and go first.
+        for name in self._uses.use([key + CHUNK_SUFFIX for key in keys], now):
             with suppress(OSError):
                 os.utime(os.path.join(self.path, name), (now, now))
 
@@ -148,15 +111,12 @@ class Folder:
 
         Raises OSError: no space, though all that can go went. TimeoutError: the lock.
         """
-        draft = self._new_draft(key, num_bytes)
         try:
-            os.posix_fallocate(draft.file, 0, num_bytes)
-        except OSError as error:
-            self.discard(draft)
-            if error.errno not in _NO_SPACE:
-                raise
-            return self._begin_with_less(key, num_bytes)
-        return draft
+            return self._new_draft(key, num_bytes)
+        except _DiskFullError:
+            self._counters.add("disk_no_space")
+            self._remove(num_bytes)
+            return self._new_draft(key, num_bytes)
 
     def commit(self, draft: Draft) -> None:
         """Make a complete file visible; where another process was faster, its file stays. Raises OSError."""
@@ -170,9 +130,8 @@ class Folder:
                 os.rename(draft.path, path)
         os.close(draft.file)
         now = self._clock()
-        with self._lock:
-            self._files[name] = Use(now, now)
-            self._files.move_to_end(name)
+        self._uses.add(name, now)
+        self._uses.use([name], now)
 
     def discard(self, draft: Draft) -> None:
         """Remove a file that is not complete, and give its space back."""
@@ -200,13 +159,11 @@ class Folder:
             os.unlink(bad_path)
             lock.used -= former
         os.rename(path, bad_path)
-        with self._lock:
-            self._files.pop(os.path.basename(path), None)
-            self._files[bad] = Use(0.0, 0.0)
-            self._files.move_to_end(bad, last=False)
+        self._uses.forget(os.path.basename(path))
+        self._uses.let_go_first(bad)
 
     def _new_draft(self, key: str, num_bytes: int) -> Draft:
-        path = os.path.join(self.path, f"{key}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
+        path = os.path.join(self.path, draft_name(key))
         with locked(self.path, self._timeout_s) as lock:
             if not self._make_room(lock, num_bytes):
                 raise OSError(errno.ENOSPC, f"max_local_disk_size of {self._max_bytes} bytes is taken", path)
@@ -220,22 +177,26 @@ class Folder:
                 os.unlink(path)
                 raise
             lock.used += num_bytes
+        self._reserve(draft)
         return draft
 
-    def _begin_with_less(self, key: str, num_bytes: int) -> Draft:
-        """The file system is full before `max_bytes` are reached: remove as much as is needed, then try."""
-        self._counters.add("disk_no_space")
-        with locked(self.path, self._timeout_s) as lock:
-            freed = 0
-            while freed < num_bytes and (one := self._remove_oldest(lock)):
-                freed += one
-        draft = self._new_draft(key, num_bytes)
+    def _reserve(self, draft: Draft) -> None:
+        """Take the space on the disk now: a write that breaks off later is a write in vain."""
         try:
-            os.posix_fallocate(draft.file, 0, num_bytes)
-        except OSError:
+            os.posix_fallocate(draft.file, 0, draft.num_bytes)
+        except OSError as error:
+            if error.errno in _NOT_OFFERED:
+                return
             self.discard(draft)
+            if error.errno in _NO_SPACE:
+                raise _DiskFullError(*error.args) from error
             raise
-        return draft
+
+    def _remove(self, num_bytes: int) -> None:
+        """Remove files of so many bytes, used longest ago, or all: the disk is full before the limit is."""
+        with locked(self.path, self._timeout_s) as lock:
+            while num_bytes > 0 and (freed := self._remove_oldest(lock)):
+                num_bytes -= freed
 
     def _make_room(self, lock: FolderLock, num_bytes: int) -> bool:
         scanned = False
@@ -256,17 +217,13 @@ class Folder:
 
     def _remove_oldest(self, lock: FolderLock) -> int:
         """Remove the file used longest ago; how many bytes that gives back, 0 where there is none."""
-        while True:
-            with self._lock:
-                if not self._files:
-                    return 0
-                name, use = self._files.popitem(last=False)
+        while (oldest := self._uses.take_oldest()) is not None:
+            name, used_at = oldest
             path = os.path.join(self.path, name)
             try:
                 found = os.stat(path, follow_symlinks=False)
-                if found.st_mtime > use.at + 1 and name.endswith(CHUNK_SUFFIX):
-                    with self._lock:  # another process has used it since
-                        self._files[name] = Use(found.st_mtime, found.st_mtime)
+                if found.st_mtime > used_at + 1 and name.endswith(CHUNK_SUFFIX):
+                    self._uses.add(name, found.st_mtime)  # another process has used it since
                     continue
                 os.unlink(path)
             except (FileNotFoundError, IsADirectoryError):
@@ -274,11 +231,12 @@ class Folder:
             lock.used -= found.st_size
             self._counters.add("disk_evicted")
             return max(1, found.st_size)
+        return 0
 
     def _scan(self, lock: FolderLock) -> None:
         """Count what is there, learn of what others wrote and used, and remove what dead processes left."""
         self._scanned_at, used = self._clock(), 0
-        found: dict[str, Use] = {}
+        found: dict[str, float] = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
                 kind = kind_of(entry.name)
@@ -288,14 +246,9 @@ class Folder:
                     there = entry.stat(follow_symlinks=False)
                     used += there.st_size
                     if kind is not Kind.DRAFT:
-                        at = there.st_mtime if kind is Kind.CHUNK else 0.0
-                        found[entry.name] = Use(at, at)
+                        found[entry.name] = there.st_mtime if kind is Kind.CHUNK else 0.0
         lock.used = used
-        with self._lock:
-            for name, use in found.items():
-                known = self._files.get(name)
-                use.at = max(use.at, known.at if known else 0.0)
-            self._files = OrderedDict(sorted(found.items(), key=lambda item: item[1].at))
+        self._uses.renew(found)
 
     def _remove_leftover(self, path: str) -> bool:
         """Whether the file at `path` has no writer any more, and is gone."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from storage.disk_rig import FORM, DiskRig, opened
@@ -18,7 +19,7 @@ from storage.rig import NUM_LAYERS, PAGE_BYTES, key, keys
 from storage.tier_calls import layer_keys, load, put, store
 
 from lwkv.errors import ConfigError
-from lwkv.storage import Status, disk, disk_folder
+from lwkv.storage import Status, disk, disk_folder, disk_reader, disk_uses, disk_writer
 from lwkv.storage.disk_lock import locked
 
 ALL_LAYERS = range(NUM_LAYERS)
@@ -37,7 +38,7 @@ def test_the_index_is_rebuilt_without_reading_payloads(rig: DiskRig, monkeypatch
     store(rig.open(), *keys(1, 2, 3))
     with monkeypatch.context() as blind:
         for name in ("read_pages", "read_bytes"):
-            blind.setattr(disk, name, lambda *_: pytest.fail("a file was read"))
+            blind.setattr(disk_reader, name, lambda *_: pytest.fail("a file was read"))
         after = rig.open()
         assert after.contains(keys(1, 2, 3, 4), 1) == [True, True, True, False]
         assert after.gauges() == {"files": 3, "used_bytes": 3 * FORM.file_bytes}
@@ -188,7 +189,7 @@ def test_a_file_that_was_removed_and_written_anew_meanwhile_is_read(rig: DiskRig
     assert load(tier, layer_keys(key(1), [1])) == [Status.OK]
     rig.path(key(1)).unlink()
     asked = layer_keys(key(1), ALL_LAYERS)
-    pages = [disk.torch.full((PAGE_BYTES,), 7 + layer, dtype=disk.torch.uint8) for layer in ALL_LAYERS]
+    pages = [torch.full((PAGE_BYTES,), 7 + layer, dtype=torch.uint8) for layer in ALL_LAYERS]
     assert other.put(asked, pages, 1) == [Status.OK] * NUM_LAYERS
     got = [page.clone().zero_() for page in pages]
     assert tier.get(asked, got, 1) == [Status.OK] * NUM_LAYERS
@@ -210,13 +211,13 @@ def test_a_sector_that_cannot_be_read_fails_its_page_alone(
 ) -> None:
     tier = rig.open()
     store(tier, *keys(1, 2))
-    read_pages = disk.read_pages
+    read_pages = disk_reader.read_pages
 
     def fail_first(file: int, pages: object, offset: int) -> None:
-        monkeypatch.setattr(disk, "read_pages", read_pages)
+        monkeypatch.setattr(disk_reader, "read_pages", read_pages)
         raise OSError(errno.EIO, "bad sector")
 
-    monkeypatch.setattr(disk, "read_pages", fail_first)
+    monkeypatch.setattr(disk_reader, "read_pages", fail_first)
     monkeypatch.setattr(disk, "NUM_THREADS", 1)
     asked = [*layer_keys(key(1), [1]), *layer_keys(key(2), [1])]
     assert load(tier, asked) == [Status.ERROR, Status.OK]
@@ -270,7 +271,7 @@ def test_a_folder_that_has_too_much_is_cut_down_at_the_start(rig: DiskRig) -> No
 
 
 def test_what_another_process_uses_is_kept(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_folder, "TOUCH_S", -1.0)
+    monkeypatch.setattr(disk_uses, "TOUCH_S", -1.0)
     mine, other = rig.open(room=2), rig.open(room=2)
     store(mine, *keys(1, 2))
     clock = other._folder._clock
@@ -388,10 +389,23 @@ def test_a_write_that_breaks_off_leaves_nothing(
         raise OSError(errno.ENOSPC, "full after all")
 
     with monkeypatch.context() as broken:
-        broken.setattr(disk, call, fail)
+        broken.setattr(disk_writer, call, fail)
         with pytest.raises(OSError, match="full after all"):
             store(tier, key(1))
     assert (rig.names(), rig.used(), tier.contains(keys(1), 1)) == ([], 0, [False])
+    store(tier, key(1))
+    assert rig.is_whole(tier, key(1))
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_system_that_takes_no_space_ahead_is_used_without(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def not_offered(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", not_offered)
+    tier = rig.open()
     store(tier, key(1))
     assert rig.is_whole(tier, key(1))
 
