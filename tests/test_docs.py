@@ -48,6 +48,8 @@ def test_every_test_that_is_named_exists() -> None:
         "docs/config.md",
         "docs/tiers.md",
         "docs/blending.md",
+        "docs/vllm.md",
+        "docs/coming-from-lmcache.md",
         "CHANGELOG.md",
     ],
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from lwkv.reference import GGUFFile, find_smollm2
+from lwkv.reference.gguf_file import shape_from_gguf
+from lwkv.reference.smollm2 import INSTALL
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -62,6 +67,34 @@ def write_deepseek(folder: Path) -> Path:
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     return _write(folder, DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES | LATENTS)))
+
+
+def write_smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct, from the weights of the demo's package, as a Llama of Hugging Face."""
+    from safetensors.torch import save_file
+
+    path = find_smollm2()
+    assert path is not None, INSTALL
+    file = GGUFFile(path)
+    shape = shape_from_gguf(file)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "rope_theta": shape.rope_base,
+        "rms_norm_eps": shape.norm_eps,
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: file.read(name).contiguous() for name in file.names()}, folder / "model.safetensors")
+    return folder
 
 
 def _write(folder: Path, model: Any) -> Path:
