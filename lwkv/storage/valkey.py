@@ -77,13 +77,14 @@ class ValkeyTier:
             pass
 
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
+        tags = [key.to_string() for key in keys]
         by_server: dict[str, list[int]] = {}
-        for i, key in enumerate(keys):
-            by_server.setdefault(self._shards.server_of(key.to_string()), []).append(i)
+        for i, tag in enumerate(tags):
+            by_server.setdefault(self._shards.server_of(tag), []).append(i)
         there = [False] * len(keys)
         with self._clients.borrow() as client:
             for server, positions in by_server.items():
-                groups = [self._page_keys(keys[i]) for i in positions]
+                groups = [[_page_name(tags[i], n) for n in range(self._num_layers)] for i in positions]
                 counts = self._ask(server, partial(client.touch, groups)) or [0] * len(groups)
                 for i, count in zip(positions, counts, strict=True):
                     there[i] = count == self._num_layers
@@ -155,9 +156,6 @@ class ValkeyTier:
         self._counters.add(why)
         return Status.MISS
 
-    def _page_keys(self, key: ChunkKey) -> list[str]:
-        return [_names(layer_key)[0] for layer_key in key.split_layers(self._num_layers)]
-
     def _new_client(self) -> ValkeyClient:
         client = self._connect()
         self._shards.replace(client.shards())
@@ -166,8 +164,12 @@ class ValkeyTier:
 
 def _names(key: LayerKey) -> tuple[str, str]:
     """The keys of a page and of its seal."""
-    name = f"lwkv:{{{key.chunk.to_string()}}}:{key.layer}"
+    name = _page_name(key.chunk.to_string(), key.layer)
     return name, f"{name}:seal"
+
+
+def _page_name(tag: str, layer: int) -> str:
+    return f"lwkv:{{{tag}}}:{layer}"
 
 
 def _bytes_of(page: torch.Tensor) -> memoryview:
