@@ -15,7 +15,7 @@ from lwkv.storage.disk_headers import Headers
 from lwkv.storage.disk_io import bytes_of, write_bytes, write_pages
 from lwkv.workers import Workers
 
-NUM_THREADS = 2
+NUM_THREADS = 4
 
 
 @dataclass

@@ -28,7 +28,7 @@ from lwkv.storage.tier import Gauged, Lingering, Status, Tier
 log = logging.getLogger(__name__)
 
 NUM_READERS = 4
-NUM_WRITERS = 2
+NUM_WRITERS = 4
 CLOSING_S = 0.5
 Transfer = Callable[[Sequence[LayerKey], Sequence[torch.Tensor], float], Sequence[Status]]
 FILLED = 0
