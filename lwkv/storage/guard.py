@@ -27,6 +27,7 @@ from lwkv.storage.tier import Gauged, Lingering, Status, Tier
 
 log = logging.getLogger(__name__)
 
+NUM_LOOKERS = 2
 NUM_READERS = 4
 NUM_WRITERS = 4
 CLOSING_S = 0.5
@@ -37,7 +38,8 @@ FILLED = 0
 class Guard:
     """Calls a tier on threads of its own, checks what it answers and counts what goes wrong. Thread-safe.
 
-    Reads do not queue behind writes, nor one tier's calls behind another's. A tier that fails is a miss.
+    Look-ups do not queue behind reads, reads not behind writes, nor one tier's calls behind another's. A tier
+    that fails is a miss.
     """
 
     def __init__(
@@ -51,18 +53,23 @@ class Guard:
         self.name = tier.name
         self.meter = Meter()
         self._quarantine = Quarantine(pool, tier.grace_s if isinstance(tier, Lingering) else 0.0, clock)
+        self._looks = Calls(tier.name, "look-up", NUM_LOOKERS, timeout_s, counters, clock)
         self._reads = Calls(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
         self._writes = Calls(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
+        self._calls = (self._writes, self._reads, self._looks)
         self._end = Calls(tier.name, "close", 1, timeout_s, counters, clock)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether each chunk is there; blocks for `timeout_s` at most, after which none is."""
         if not keys:
             return []
-        call = self._reads.submit(partial(self._contains, keys))
+        if not self._reads.is_answering():  # what cannot be read is not there
+            self._counters.add(f"{self.name}_skipped")
+            return [False] * len(keys)
+        call = self._looks.submit(partial(self._contains, keys))
         wait([call], waitable(self._timeout_s))
         if not call.done():
-            self._reads.is_answering()  # tells of it, once
+            self._looks.is_answering()  # tells of it, once
             call.cancel()
         answered = call.done() and not call.cancelled() and call.exception() is None
         return call.result() if answered else [False] * len(keys)
@@ -83,13 +90,13 @@ class Guard:
 
     def totals(self) -> dict[str, int]:
         """What was asked and answered since the start, and what there is now; see Meter."""
-        resting = not (self._reads.is_answering() and self._writes.is_answering())
+        resting = not all(calls.is_answering() for calls in self._calls)
         return self.meter.totals() | gauges_of(self._tier) | {"resting": int(resting)}
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        return self._writes.wait_idle(timeout_s) and self._reads.wait_idle(deadline - time.monotonic())
+        return all(calls.wait_idle(deadline - time.monotonic()) for calls in self._calls)
 
     def close(self, timeout_s: float) -> bool:
         """Let what is under way end, then close the tier, once; both together within `timeout_s` seconds.
@@ -97,7 +104,7 @@ class Guard:
         A tier has half a second to close even where nothing is left of that. False if it did not end in time.
         """
         deadline = time.monotonic() + timeout_s
-        ended = [calls.close(deadline - time.monotonic()) for calls in (self._writes, self._reads)]
+        ended = [calls.close(deadline - time.monotonic()) for calls in self._calls]
         self._end.submit(self._tier.close)
         closed = self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)
         if closed:

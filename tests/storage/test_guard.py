@@ -37,7 +37,7 @@ def test_a_tier_that_cannot_say_what_it_has_is_a_miss_and_the_next_one_is_asked(
     assert rig.manager.wait_idle(LONG_S)
     assert rig.counters.totals() == {"disk_errors": 1}
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("tier disk: read failed: ")
+    assert caplog.messages[0].startswith("tier disk: look-up failed: ")
     hold.release()
     assert rig.lookup(1, 2, 3) == 3
 
@@ -54,7 +54,7 @@ def test_a_lookup_waits_no_longer_than_agreed(
     rig = make_rig(tier, timeout_s=0.01, clock=time.monotonic)
     tier.faults["contains"] = hanging()
     assert rig.lookup(1) == 0
-    assert caplog.messages == ["tier faulty: no answer to a read within 0.01 s: left alone until there is"]
+    assert caplog.messages == ["tier faulty: no answer to a look-up within 0.01 s: left alone until there is"]
     assert rig.counters.totals()["faulty_timeouts"] == 1
 
 
@@ -76,11 +76,24 @@ def test_no_lookup_waits_for_a_tier_that_is_late(
         hold.release()
     assert len(tier.calls_of("contains")) == 1
     assert rig.counters.totals() == {"faulty_timeouts": 1, "faulty_skipped": 3}
-    assert caplog.messages == ["tier faulty: no answer to a read within 20 s: left alone until there is"]
+    assert caplog.messages == ["tier faulty: no answer to a look-up within 20 s: left alone until there is"]
     tier.end_faults()
     asking.join()
     assert rig.manager.wait_idle(LONG_S)
     assert (answers, rig.lookup(1, 2)) == ([2], 2)
+
+
+def test_a_lookup_does_not_wait_for_loads_that_take_long(rig: Rig, tier: FaultyTier) -> None:
+    rig.put_below(tier, 1, 2)
+    tier.faults["get"] = hanging()
+    holds = [rig.hold(1) for _ in range(NUM_READERS)]
+    futures = [rig.manager.layerwise_batched_get(hold, [0])[0] for hold in holds]
+    assert rig.lookup(2) == 1
+    assert not any(future.done() for future in futures)
+    tier.end_faults()
+    wait(futures, LONG_S)
+    for hold in holds:
+        hold.release()
 
 
 @pytest.mark.parametrize("name", BAD_ANSWERS)
