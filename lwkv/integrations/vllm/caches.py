@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,14 @@ def describe(
         hints: LayoutHints = {"specs": kv_specs, "layout": "opaque", "opaque_tag": _cpu_tag(version)}
         return Description(halves, metadata, hints)
     return Description(ordered, metadata, {"specs": kv_specs})
+
+
+def draft_layers(vllm_config: Any, names: Iterable[str]) -> list[str]:
+    """Those of the layers that a draft model has: vLLM numbers them behind the model's own."""
+    if getattr(vllm_config, "speculative_config", None) is None:
+        return []
+    own = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+    return [name for name in names if _layer_numbers(name)[:1] >= (own,)]
 
 
 def _metadata(vllm_config: Any, spec: KVSpec, num_layers: int, rank: Rank) -> CacheMetadata:

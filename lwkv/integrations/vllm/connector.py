@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.below import open_below
-from lwkv.integrations.vllm.caches import Rank, describe, only_group
+from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group
 from lwkv.integrations.vllm.chronicle import Chronicle
 from lwkv.integrations.vllm.events import as_event
 from lwkv.integrations.vllm.index import ChunkIndex
@@ -185,7 +185,8 @@ def _make_worker(
     engine = CacheEngine.create(
         settings.config, metadata, caches, layout_hints=hints, platform=platform_for(device)
     )
-    return WorkerSide(engine, rank.number, only_group(kv_cache_config).kv_cache_spec.block_size)
+    block_size = only_group(kv_cache_config).kv_cache_spec.block_size
+    return WorkerSide(engine, rank.number, block_size, draft_layers(vllm_config, caches))
 
 
 def _set_policy(transfer_config: Any, settings: Settings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -34,9 +34,12 @@ class WorkerSide:
 
     Args:
         block_size: tokens of a block of vLLM's block tables.
+        draft_layers: names of the layers of a draft model, which computes when the loads have ended.
     """
 
-    def __init__(self, engine: CacheEngine, rank: int, block_size: int) -> None:
+    def __init__(
+        self, engine: CacheEngine, rank: int, block_size: int, draft_layers: Collection[str] = ()
+    ) -> None:
         self.engine = engine
         connector = engine.connector
         self.info = RankInfo(
@@ -48,6 +51,9 @@ class WorkerSide:
             connector.page_format,
         )
         self._block_size = block_size
+        self._draft_layers = draft_layers
+        self._last_layer = [layer.name for layer in connector.layers if layer.name not in draft_layers][-1]
+        self._is_waited_for = False
         self._presence = Presence(engine.parts().storage)
         self._load_steps = LayerSteps(engine)
         self._store_steps = LayerSteps(engine)
@@ -67,6 +73,7 @@ class WorkerSide:
         self._orders = orders
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
+        self._is_waited_for = False
         if orders.loads:
             self._loads = self._requests(orders.loads)
             self._announce(self._load_steps, self._loads, ())
@@ -83,6 +90,7 @@ class WorkerSide:
         """Make the model wait for the loads of a layer."""
         if not self._loads_ended:
             self._load_steps.wait_for_layer_load(name)
+            self._is_waited_for |= name == self._last_layer
 
     def save_layer(self, name: str) -> None:
         """Queue the stores of a layer that the model has been told to compute."""
@@ -150,6 +158,9 @@ class WorkerSide:
         if self._loads_ended:
             return
         self._loads_ended = True
+        # Not where the model's own hooks stayed out: then nothing of the step can be trusted.
+        for name in self._draft_layers if self._is_waited_for else ():
+            self._load_steps.wait_for_layer_load(name)
         masks = self._load_steps.wait_for_save().loaded
         arrived = masks or [torch.zeros(len(load.tokens), dtype=torch.bool) for load in self._loads]
         for move, load, mask in zip(self._orders.loads, self._loads, arrived, strict=True):

@@ -9,7 +9,7 @@ import torch
 from lwkv.config import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.caches import Rank, describe, only_group
+from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group
 from lwkv.platforms.cpu import CPU
 
 BLOCKS = 6
@@ -112,6 +112,14 @@ def test_the_packing_of_the_cpu_s_blocks_is_part_of_the_layout() -> None:
 def test_a_rank_s_number_is_counted_over_tensor_and_pipeline_parallel() -> None:
     numbers = [Rank(tp, 2, pp, 3).number for pp in range(3) for tp in range(2)]
     assert numbers == [0, 1, 2, 3, 4, 5]
+
+
+def test_layers_behind_the_model_s_own_are_the_draft_model_s() -> None:
+    config = vllm_config()
+    config.model_config.hf_text_config.num_hidden_layers = 2
+    assert draft_layers(config, names(4)) == []
+    config.speculative_config = object()
+    assert draft_layers(config, names(4)) == names(4)[2:]
 
 
 def test_each_layer_s_spec_is_used_where_they_differ() -> None:
