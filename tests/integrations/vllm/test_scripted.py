@@ -136,7 +136,7 @@ def test_chunks_that_could_not_be_loaded_are_offered_when_they_have_been_stored_
 
 
 def test_what_was_computed_beside_a_load_that_failed_is_stored_in_a_later_step() -> None:
-    engine = Scripted(4, own_cache=False, budget=200)
+    engine = Scripted(4, own_cache=False, budget=200, host_chunks=40)
     engine.add(ScriptedRequest("cached", list(range(24)), 1))
     engine.run()
     engine.ranks[0].fails_at = 0
