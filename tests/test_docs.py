@@ -47,6 +47,7 @@ def test_every_test_that_is_named_exists() -> None:
         "docs/architecture.md",
         "docs/config.md",
         "docs/tiers.md",
+        "docs/remote.md",
         "docs/blending.md",
         "docs/vllm.md",
         "docs/coming-from-lmcache.md",
