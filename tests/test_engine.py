@@ -585,7 +585,7 @@ def test_without_sync_the_host_waits_for_slow_tiers_in_the_last_step_only(
         require_rest(engine)
 
 
-@pytest.mark.parametrize("kind", ["growth", "memory-read", "memory-write"])
+@pytest.mark.parametrize("kind", ["growth", "memory-look-up", "memory-read", "memory-write"])
 def test_a_thread_that_cannot_start_is_a_miss_and_nothing_stays_held(
     oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -601,10 +601,10 @@ def test_a_thread_that_cannot_start_is_a_miss_and_nothing_stays_held(
     with oracle.engine(CHUNK, tiers=[tier]) as engine:
         with monkeypatch.context() as limited:
             limited.setattr(threading.Thread, "start", refuse)
-            found = engine.lookup(prompt(1, 16))
-            assert found == (0 if kind == "memory-read" else 16)
-            assert int(engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).sum()) == found
-            oracle.expect(prompt(1, 16)[:found], run_slots(64, found))
+            assert engine.lookup(prompt(1, 16)) == (0 if kind == "memory-look-up" else 16)
+            loaded = int(engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).sum())
+            assert loaded == (0 if kind in ("memory-look-up", "memory-read") else 16)
+            oracle.expect(prompt(1, 16)[:loaded], run_slots(64, loaded))
             store(oracle, engine, prompt(2, 16), run_slots(0, 16))
             assert engine.lookup(prompt(2, 16)) == 16
             require_rest(engine)
