@@ -36,7 +36,7 @@ class Draft:
     num_bytes: int
 
 
-class _DiskFullError(OSError):
+class DiskFullError(OSError):
     """The file system has no space, though the limit is not reached."""
 
 
@@ -113,7 +113,7 @@ class Folder:
         """
         try:
             return self._new_draft(key, num_bytes)
-        except _DiskFullError:
+        except DiskFullError:
             self._counters.add("disk_no_space")
             self._remove(num_bytes)
             return self._new_draft(key, num_bytes)
@@ -189,7 +189,7 @@ class Folder:
                 return
             self.discard(draft)
             if error.errno in _NO_SPACE:
-                raise _DiskFullError(*error.args) from error
+                raise DiskFullError(*error.args) from error
             raise
 
     def _remove(self, num_bytes: int) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from oracle import FORMS, Dims, Oracle, require_rest, run_slots
 
 from lwkv.engine import CacheEngine
 from lwkv.platforms import Platform
+from lwkv.storage import Status
+from lwkv.storage.disk_reader import DiskReader
 
 MakeEngine = Callable[[], CacheEngine]
 TOKENS = list(range(40))
@@ -84,3 +90,47 @@ def test_written_back_chunks_are_on_disk_after_flush_and_after_close(oracle: Ora
             end(engine)
             with disk_engine(oracle, tmp_path) as another:
                 assert another.lookup(TOKENS, salts) == 40
+
+
+def test_a_full_disk_costs_its_chunks_and_nothing_else(
+    oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with disk_engine(oracle, tmp_path) as engine:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "posix_fallocate", full)
+            store(oracle, engine, run_slots(0, 40))
+        require_rest(engine)
+        assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
+        oracle.expect(TOKENS, run_slots(48, 40))
+        oracle.check()
+        stats = engine.stats()
+        assert stats["disk_errors"] == stats["disk_no_space"] >= 2
+        assert (stats["disk_resting"], stats["disk_used_bytes"], stats["disk_files"]) == (1, 0, 0)
+    assert "tier disk: write failed: DiskFullError: [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_disk_that_hangs_does_not_keep_the_engine(
+    oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on = threading.Event()
+    read = DiskReader.read
+
+    def hang(reader: DiskReader, *arguments: Any) -> Status:
+        going_on.wait()
+        return read(reader, *arguments)
+
+    with disk_engine(oracle, tmp_path) as engine:
+        store(oracle, engine, run_slots(0, 40))
+    with disk_engine(oracle, tmp_path, load_timeout_s=0.05) as engine:
+        monkeypatch.setattr(DiskReader, "read", hang)
+        assert engine.lookup(TOKENS) == 40
+        assert not engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).any()
+        assert engine.lookup(TOKENS) == 0, "it is left alone while it hangs"
+        going_on.set()
+        require_rest(engine)
+        assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
+        oracle.expect(TOKENS, run_slots(48, 40))
+        oracle.check()
