@@ -69,6 +69,24 @@ def write_deepseek(folder: Path) -> Path:
     return _write(folder, DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES | LATENTS)))
 
 
+def write_eagle(folder: Path, target: Path) -> Path:
+    """One layer that drafts for `target`, in EAGLE's way."""
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(target / "model.safetensors").items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    hidden = SIZES["hidden_size"]
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden) / hidden**0.5
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def write_smollm2(folder: Path) -> Path:
     """SmolLM2-135M-Instruct, from the weights of the demo's package, as a Llama of Hugging Face."""
     from safetensors.torch import save_file

@@ -61,8 +61,16 @@ def test_a_model_that_is_compiled(llama: Path, plain: Elsewhere) -> None:
 
 def test_drafts_out_of_the_prompt_that_are_mostly_rejected(llama: Path, plain: Elsewhere) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    with started(llama, enable_prefix_caching=False, speculative_config=drafts, **with_lwkv()) as engine:
-        run_through(engine, plain.ask(OTHERS))
+    # Elsewhere: numba, which this imports, keeps vLLM from starting a second time in a process.
+    run_elsewhere(llama, plain.ask(OTHERS), {}, speculative_config=drafts)
+
+
+def test_drafts_of_a_model_whose_layers_are_cached_too(
+    llama: Path, plain: Elsewhere, tmp_path: Path
+) -> None:
+    eagle = models.written(models.write_eagle, tmp_path, llama)
+    drafts = {"method": "eagle", "model": str(eagle), "num_speculative_tokens": 2}
+    run_elsewhere(llama, plain.ask(OTHERS), {}, speculative_config=drafts)
 
 
 @pytest.mark.parametrize("steps", ["whole", "in parts"])
