@@ -9,10 +9,8 @@ from operator import itemgetter
 from lwkv.storage.meter import BOUNDS_US
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_GAUGES = frozenset(
-    ["chunks", "pins", "writes_in_flight", "pages", "pages_in_use", "page_references"]
-    + ["used_bytes", "files", "resting"]
-)
+_HELD = ("chunks", "pins", "writes_in_flight", "pages", "pages_in_use", "page_references")
+_GAUGES = frozenset((*_HELD, "used_bytes", "files", "resting"))
 
 Sample = tuple[tuple[str, str], str]
 """A metric's name and type, and one line of it."""
