@@ -65,6 +65,7 @@ class WorkerSide:
         self._failed: list[ChunkKey] = []
         self._accepted: list[ChunkKey] = []
         self._outcome: tuple[int, bool] | None = None
+        self._recomputed = 0
         self._counted: dict[str, int] = {}
         self._loads_ended = self._ended = True
 
@@ -132,6 +133,7 @@ class WorkerSide:
         if not self._orders.moves_anything:
             return {}
         totals = {name: count for name, count in self.engine.stats().items() if _grows(name)}
+        totals["tokens_recomputed"] = self._recomputed
         before, self._counted = self._counted, totals
         return {name: more for name in totals if (more := totals[name] - before.get(name, 0))}
 
@@ -171,6 +173,7 @@ class WorkerSide:
     def _fail(self, move: Move, missing: Int64s) -> None:
         """Have the tokens at `missing` computed again, and their chunks forgotten."""
         self._failed_step = self._orders.step
+        self._recomputed += len(missing)
         self._invalid.update(move.blocks[missing // self._block_size].tolist())
         chunks = np.unique(missing // self.engine.config.chunk_size).tolist()
         keys = self._keys(move)

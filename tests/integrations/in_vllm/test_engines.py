@@ -22,6 +22,7 @@ def run_through(engine: Any, wanted: Sequence[Answer], hits: int = 256 + 320 + 6
     engine.new_hits()
     assert_same(engine.ask(OTHERS), wanted)
     assert engine.new_hits() == hits
+    assert engine.metric("vllm:lwkv_tokens_recomputed") == 0
 
 
 class Calling:
@@ -65,9 +66,7 @@ def test_drafts_out_of_the_prompt_that_are_mostly_rejected(llama: Path, plain: E
     run_elsewhere(llama, plain.ask(OTHERS), {}, speculative_config=drafts)
 
 
-def test_drafts_of_a_model_whose_layers_are_cached_too(
-    llama: Path, plain: Elsewhere, tmp_path: Path
-) -> None:
+def test_drafts_of_a_model_whose_layers_are_cached_too(llama: Path, plain: Elsewhere, tmp_path: Path) -> None:
     eagle = models.written(models.write_eagle, tmp_path, llama)
     drafts = {"method": "eagle", "model": str(eagle), "num_speculative_tokens": 2}
     run_elsewhere(llama, plain.ask(OTHERS), {}, speculative_config=drafts)

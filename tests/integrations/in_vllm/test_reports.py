@@ -14,7 +14,7 @@ def test_counts_come_out_as_metrics_of_vllm(llama: Path) -> None:
         for _ in range(2):
             engine.ask([prompt(400, 300)])
         assert engine.metric("vllm:lwkv_tokens_retrieved") == 256
-        assert engine.metric("vllm:lwkv_load_failures") == 0
+        assert engine.metric("vllm:lwkv_tokens_recomputed") == 0
 
 
 def test_chunks_that_come_and_go_are_events_with_their_tokens(llama: Path) -> None:
