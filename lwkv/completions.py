@@ -7,9 +7,9 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from types import TracebackType
 
 from lwkv.counters import Counters
+from lwkv.errors import ErrorsTo
 from lwkv.leaving import end_at_exit, waitable
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Completions:
 
     def _run(self) -> None:
         if self._on_start is not None:
-            with _ErrorsTo(self._note):
+            with ErrorsTo(self._note):
                 self._on_start()
         # Each job in a call of its own: what it refers to does not live on while the thread waits.
         while not self._may_end():
@@ -91,26 +91,10 @@ class Completions:
 
     def _run_next(self) -> None:
         job, batch = self._jobs.get()
-        with _ErrorsTo(self._note):
+        with ErrorsTo(self._note):
             job()
         self._expected.discard(batch)
 
     def _note(self, error: BaseException) -> None:
         self._counters.add("transfer_errors")
         log.error("a transfer did not end as it should: %s", repr(error))
-
-
-class _ErrorsTo:
-    """Hands an error to a function instead of the thread it happened in."""
-
-    def __init__(self, note: Callable[[BaseException], None]) -> None:
-        self._note = note
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is not None:
-            self._note(error)
-        return True

@@ -11,6 +11,9 @@ LwkvError
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import TracebackType
+
 
 class LwkvError(Exception):
     """Root of all errors that lwkv raises itself."""
@@ -42,3 +45,19 @@ class ClosedError(LwkvError, RuntimeError):
 
 DEVICE_FAILURES = (RuntimeError, MemoryError)
 """What is raised by a device that fails, or by one or the host without memory; there is nothing narrower."""
+
+
+class ErrorsTo:
+    """Hands an error to a function instead of the thread it happens in."""
+
+    def __init__(self, note: Callable[[BaseException], object]) -> None:
+        self._note = note
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self._note(error)
+        return True

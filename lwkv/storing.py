@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchStoring:
-    """Implements `lwkv.pipeline.Storing` for requests that are merged into one transfer a layer.
+    """Requests that are merged into one transfer a layer; `lwkv.pipeline.store_steps` drives it.
 
     A device that fails, or has no memory, ends the store, of which nothing is kept; it never raises.
 
@@ -28,19 +28,11 @@ class BatchStoring:
         sync: wait for the current stream before each layer; False only if another store did for this step.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[CheckedRequest],
-        parts: EngineParts,
-        sync: bool,
-    ) -> None:
-        self.num_layers = parts.connector.num_layers
+    def __init__(self, requests: Sequence[CheckedRequest], engine: EngineParts, sync: bool) -> None:
+        self.num_layers = engine.connector.num_layers
         self._requests = requests
-        self._keys_of = parts.keys_of
-        self._storage = parts.storage
-        self._connector = parts.connector
-        self._completions = parts.completions
-        self._counters = parts.counters
+        self._engine = engine
+        self._connector = engine.connector
         self._sync = sync
         self._write: Write | None = None
         self._save: Save | None = None
@@ -50,28 +42,31 @@ class BatchStoring:
         """Take pages for the new chunks of all requests, in all layers: for the first of them that fit."""
         transfer = Transfer.join([request.saves() for request in self._requests])
         new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
-        keys = [key for request in self._requests for key in self._keys_of(request)]
+        keys = [key for request in self._requests for key in self._engine.keys_of(request)]
         wanted = np.flatnonzero(new)
-        self._write = self._storage.begin_write(
+        self._write = self._engine.storage.begin_write(
             [keys[i] for i in wanted], transfer.chunk_tokens[wanted].tolist()
         )
         if self._write is not None:
-            self._completions.expect(self)
+            self._engine.completions.expect(self)
             new[:] = False
             new[wanted[self._write.positions]] = True
             self._begin(transfer if new.all() else transfer.only(new), self._write.pages)
 
     def queue(self, layer: int) -> None:
+        """Queue the save of `layer`, which the current stream has just been told to compute."""
         if self._write is not None:
             pages = self._write.pages[layer]
             self._go_on(lambda save: self._connector.save_layer(save, layer, pages))
 
     def commit(self) -> None:
+        """Make the chunks visible once their bytes have arrived."""
         self._go_on(self._connector.finish_save)
         self._committed = True
         self.close()
 
     def close(self) -> None:
+        """Give up what was not committed once nothing is in flight; as for a retrieval."""
         write, save = self._write, self._save
         self._write = self._save = None
         if write is None:
@@ -86,7 +81,7 @@ class BatchStoring:
         except DEVICE_FAILURES as error:
             failure = error
         finally:
-            self._completions.submit(partial(self._end, write, save, committed, failure), self)
+            self._engine.completions.submit(partial(self._end, write, save, committed, failure), self)
 
     def _end(self, write: Write, save: Save | None, committed: bool, failure: BaseException | None) -> None:
         """End the write and give the tables back once the device is past them.
@@ -99,7 +94,6 @@ class BatchStoring:
         """
         if save is not None:
             self._connector.end_save(save)
-            save.plan.uploads.give_back()
         if committed and failure is None:
             write.commit()
         else:
@@ -123,6 +117,6 @@ class BatchStoring:
 
     def _give_up(self, error: BaseException) -> None:
         """Store nothing."""
-        self._counters.add("store_failures")
+        self._engine.counters.add("store_failures")
         log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
         self.close()

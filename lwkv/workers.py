@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, TypeVar
 
+from lwkv.errors import ErrorsTo
 from lwkv.leaving import end_at_exit, waitable
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class Workers:
             job, future = self._jobs.popleft()
             self._running += 1
         if future.set_running_or_notify_cancel():
-            with _ErrorsTo(future):
+            with ErrorsTo(future.set_exception):
                 if on_start is not None:
                     on_start()
                 future.set_result(job())
@@ -146,20 +146,3 @@ def cancel(future: Future[T]) -> Future[T]:
     if future.cancel():
         future.set_running_or_notify_cancel()
     return future
-
-
-class _ErrorsTo:
-    """Hands an error to a future instead of the thread it happened in."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is not None:
-            self._future.set_exception(error)
-        return True

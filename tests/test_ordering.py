@@ -241,7 +241,7 @@ def require_stored(stage: Stage) -> None:
 def save_before_the_model_has_written(cpu: CPU, remove: Remove) -> None:
     with staged(cpu) as stage:
         stage.make_late("compute")
-        remove(stage.connector._saver, "_wait_for_writers")
+        remove(stage.connector, "_wait_for_writers")
         stage.save(NEW, SECOND)
         assert stage.engine.flush()
         require_stored(stage)
@@ -251,7 +251,7 @@ def save_of_a_group_before_the_model_has_written(cpu: CPU, remove: Remove) -> No
     """Layers that are queued together, the first of them computed on another stream than the last."""
     with staged(cpu, group_bytes=1 << 20) as stage:
         stage.make_late("compute")
-        remove(stage.connector._saver, "_wait_for_writers")
+        remove(stage.connector, "_wait_for_writers")
         steps, other = stage.engine.store_layer(NEW, slot_mapping=SECOND), cpu.new_stream(HOST)
         for layer in range(LAYERS):
             with cpu.use_stream(stage.compute if layer < LAYERS // 2 else other):
@@ -288,7 +288,7 @@ def save_copies_run_ahead_of_kernels(cpu: CPU, remove: Remove) -> None:
 def blocks_are_reused_after_a_store(cpu: CPU, remove: Remove) -> None:
     with staged(cpu) as stage:
         stage.make_late("save kernels", "save copies")
-        remove(stage.connector._saver, "release_blocks")
+        remove(stage.connector, "leave_save")
         with held_completions(stage.engine):
             stage.save(NEW, SECOND)
             stage.oracle.compute(OLD, SECOND)
@@ -300,7 +300,7 @@ def blocks_are_reused_after_a_store(cpu: CPU, remove: Remove) -> None:
 def a_chunk_becomes_visible_with_its_bytes(cpu: CPU, remove: Remove) -> None:
     with staged(cpu, pages=3 * LAYERS) as stage:
         stage.cache(OLD, FIRST)
-        remove(stage.connector._saver, "end")
+        remove(stage.connector, "_wait_for_copies")
         stage.make_late("save copies")
         stage.save(NEW, SECOND)
         assert stage.engine.flush()
@@ -329,7 +329,7 @@ def tables_are_used_again_after_a_store(cpu: CPU, remove: Remove) -> None:
     """The next store writes its slots into the page-locked table that the one before had."""
     with staged(cpu) as stage:
         stage.make_late("compute", "save copies", "save kernels")
-        remove(stage.connector._saver, "end")
+        remove(stage.connector, "_wait_for_copies")
         stage.save(NEW, SECOND)
         assert stage.engine.flush()
         stage.save(OLD, FIRST)

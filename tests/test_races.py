@@ -176,11 +176,11 @@ REMOVED: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "a layer's load before the model": lambda connector: (connector, "wait_layer"),
     "filling before emptying, loads": lambda connector: (connector._load_lane, "pass_on"),
     "emptying before filling, loads": lambda connector: (connector._load_lane, "_wait_emptied"),
-    "the model's writes before a save": lambda connector: (connector._saver, "_wait_for_writers"),
+    "the model's writes before a save": lambda connector: (connector, "_wait_for_writers"),
     "filling before emptying, saves": lambda connector: (connector._save_lane, "pass_on"),
     "emptying before filling, saves": lambda connector: (connector._save_lane, "_wait_emptied"),
-    "a save before the model's next writes": lambda connector: (connector._saver, "release_blocks"),
-    "a save before its pages are given on": lambda connector: (connector._saver, "end"),
+    "a save before the model's next writes": lambda connector: (connector, "leave_save"),
+    "a save before its pages are given on": lambda connector: (connector, "_wait_for_copies"),
 }
 
 

@@ -21,7 +21,7 @@ from lwkv.transfer import Transfer
 STAGING_ALIGNMENT = 512
 
 
-class PagedConnector(Loader):
+class PagedConnector(Loader, Saver):
     """Moves layers between host pages and the engine's paged cache.
 
     `register` comes first, then `start`; both are for the engine's start, not for a request. One thread at a
@@ -44,15 +44,13 @@ class PagedConnector(Loader):
                 "this connector belongs to an engine that is not closed: close that first, "
                 "or make a connector for each engine"
             )
-        timeline = timeline or Timeline(self.platform, self.device, on=False)
         buffers, buffer_bytes = self._config.staging_buffers, self._buffer_bytes()
         self._cut = Cut(self.layers, self._config.chunk_size, buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
         self.kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
         self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="kernels")
-        self._timeline = timeline
-        self._saver = Saver(self.platform, self.device, self._save_lane, self.kernels, timeline)
+        self._timeline = timeline or Timeline(self.platform, self.device, on=False)
         self._pool = pool
         self._compile()
         self._running = True
@@ -65,7 +63,7 @@ class PagedConnector(Loader):
         self._running = False
         self._load_lane.finish()
         self._save_lane.finish()
-        del self._saver, self._load_lane, self._save_lane, self._spare, self._cut, self._pool
+        del self._load_lane, self._save_lane, self._spare, self._cut, self._pool
 
     def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> Load:
         """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now.
@@ -84,26 +82,11 @@ class PagedConnector(Loader):
             pages: int64 (layers, chunks), as they will be given layer by layer.
             sync: save behind what the current stream holds when a layer is given.
         """
-        plan = self._plan(transfer, self._save_lane)
+        lane = self._save_lane
+        plan = self._plan(transfer, lane)
         plan.know(pages)
         together = self._config.group_bytes // (self.page_bytes * transfer.num_chunks)
-        return Save(self._saver, plan, max(1, together), sync)
-
-    def save_layer(self, save: Save, layer: int, pages: Int64s) -> None:
-        """Save a layer that has been computed into pages, int64 (chunks,); at the latest in `finish_save`."""
-        save.saver.add(save, layer, self.layers[layer], pages)
-
-    def finish_save(self, save: Save) -> None:
-        """Queue what is left of the layers given."""
-        save.saver.queue(save)
-
-    def leave_save(self, save: Save) -> None:
-        """Queue nothing more of a batch: what comes next may write to its blocks. As for `leave_load`."""
-        save.saver.release_blocks(save)
-
-    def end_save(self, save: Save) -> None:
-        """Block until all bytes of a batch that was left are in its host pages."""
-        save.saver.end(save)
+        return Save(lane, plan, max(1, together), sync)
 
     def _buffer_bytes(self) -> int:
         buffers = 2 * self._config.staging_buffers  # for loads and for saves

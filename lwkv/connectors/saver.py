@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
+from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
 from lwkv.kernels import Kernels
-from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import Platform, Stream
+from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
 
@@ -21,103 +19,93 @@ class Save:
     """One batch on its way to host memory.
 
     Attributes:
-        saver: what the batch is queued with, up to its end.
+        lane: what the batch is queued on, up to its end.
         group: how many layers are queued together.
         sync: whether they are queued behind what the current stream holds when the last of them is computed.
         stream: the current one of the batch's last step, None before any layer is computed.
-        waiting: layers that are computed and not queued yet: number, layer, and the pages it goes to.
+        waiting: layers that are computed and not queued yet, and the pages each goes to.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
         before: the one filled before it.
     """
 
-    saver: Saver
+    lane: Lane
     plan: Plan
     group: int = 1
     sync: bool = True
     stream: Stream = None
-    waiting: list[tuple[int, PagedLayer, Int64s]] = field(default_factory=list)
+    waiting: list[tuple[int, Int64s]] = field(default_factory=list)
     last: StagingBuffer | None = None
     before: StagingBuffer | None = None
 
 
-class Saver:
-    """Queues saves on its lane; the host never waits for the device here, but in `end`."""
+class Saver(Caches):
+    """The saving side of a connector; the host never waits for the device here, but in `end_save`."""
 
-    def __init__(
-        self,
-        platform: Platform,
-        device: torch.device,
-        lane: Lane,
-        kernels: Kernels,
-        timeline: Timeline,
-    ) -> None:
-        self._platform = platform
-        self._device = device
-        self._lane = lane
-        self._kernels = kernels
-        self._timeline = timeline
+    kernels: Kernels
+    _timeline: Timeline
 
-    def add(self, save: Save, layer: int, source: PagedLayer, pages: Int64s) -> None:
-        """Take a layer that the current stream has been told to compute; queue its group if that is full.
+    def save_layer(self, save: Save, layer: int, pages: Int64s) -> None:
+        """Save a layer that the current stream has been told to compute, into pages, int64 (chunks,).
 
-        A model's own code makes ours slow in between: queued in a row, several layers take little more than
-        one.
-
-        Args:
-            source: the layer read; its rows must not change before the call that `release_blocks` orders.
-            pages: int64 (chunks,), the host page of each chunk of the plan.
+        It is queued when its group is full, at the latest in `finish_save`: a model's own code makes ours
+        slow in between, and queued in a row, several layers take little more than one. Its rows must not
+        change before the call that `leave_save` orders.
         """
-        current = self._platform.current_stream(self._device)
+        current = self.platform.current_stream(self.device)
         if save.waiting and current != save.stream:
-            self.queue(save)
+            self.finish_save(save)
         save.stream = current
-        save.waiting.append((layer, source, pages))
+        save.waiting.append((layer, pages))
         if len(save.waiting) >= save.group:
-            self.queue(save)
+            self.finish_save(save)
 
-    def queue(self, save: Save) -> None:
+    def finish_save(self, save: Save) -> None:
         """Queue kernels and copies of all layers that wait, behind what the stream of the last one holds."""
         waiting, save.waiting = save.waiting, []
         if waiting and save.sync:
-            self._wait_for_writers(save.stream)
-        for layer, source, pages in waiting:
-            self._queue(save, layer, source, pages)
+            self._wait_for_writers(save)
+        for layer, pages in waiting:
+            self._queue_save(save, layer, pages)
 
-    def release_blocks(self, save: Save) -> None:
-        """Let blocks change once they have been read.
+    def leave_save(self, save: Save) -> None:
+        """Queue nothing more of a batch: what comes next may write to its blocks. As for `leave_load`.
 
-        The batch's last stream waits for that, and so does the current one. What was not queued is not saved.
+        What was not queued is not saved.
         """
         save.waiting.clear()
         if save.last is not None:
-            self._platform.wait_event(save.stream, save.last.filled)
-            current = self._platform.current_stream(self._device)
+            self.platform.wait_event(save.stream, save.last.filled)
+            current = self.platform.current_stream(self.device)
             if current != save.stream:
-                self._platform.wait_event(current, save.last.filled)
+                self.platform.wait_event(current, save.last.filled)
 
-    def end(self, save: Save) -> None:
-        """Block until every byte queued so far is in its host page."""
-        if save.before is not None:
-            # A thread that sleeps until an event wakes up late: it sleeps until the last copy but one.
-            self._platform.synchronize_event(save.before.emptied)
-        event = self._platform.new_event(blocking=save.before is None)
-        self._platform.record(event, self._lane.copies)
-        self._platform.d2h_fence(self._lane.copies, event)
+    def end_save(self, save: Save) -> None:
+        """Block until all bytes of a batch that was left are in its host pages; give its tables back."""
+        self._wait_for_copies(save)
+        save.plan.uploads.give_back()
 
-    def _queue(self, save: Save, layer: int, source: PagedLayer, pages: Int64s) -> None:
-        lane = self._lane
+    def _queue_save(self, save: Save, layer: int, pages: Int64s) -> None:
+        lane, source = save.lane, self.layers[layer]
         recording = self._timeline.span("save", layer, lane.kernels)
         copies = save.plan.copies(layer, source, pages)
         for part, batch in zip(save.plan.slices(source), copies, strict=True):
             buffer = lane.next_to_fill()
-            work = partial(self._kernels.gather, source, buffer.memory, part.rows)
-            self._platform.launch(lane.kernels, work)
+            work = partial(self.kernels.gather, source, buffer.memory, part.rows)
+            self.platform.launch(lane.kernels, work)
             lane.mark_filled(buffer)
             save.before, save.last = save.last, buffer
             lane.pass_on(buffer)
-            self._platform.save_batch(buffer.memory, batch, lane.copies)
+            self.platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
         recording.end(lane.copies)
 
-    def _wait_for_writers(self, current: Stream) -> None:
-        self._platform.wait_stream(self._lane.kernels, current)
+    def _wait_for_writers(self, save: Save) -> None:
+        self.platform.wait_stream(save.lane.kernels, save.stream)
+
+    def _wait_for_copies(self, save: Save) -> None:
+        if save.before is not None:
+            # A thread that sleeps until an event wakes up late: it sleeps until the last copy but one.
+            self.platform.synchronize_event(save.before.emptied)
+        event = self.platform.new_event(blocking=save.before is None)
+        self.platform.record(event, save.lane.copies)
+        self.platform.d2h_fence(save.lane.copies, event)
