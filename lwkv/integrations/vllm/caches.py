@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
@@ -113,7 +114,7 @@ def _metadata(vllm_config: Any, spec: KVSpec, num_layers: int, rank: Rank) -> Ca
         head_size=spec.head_size,
         dtype=model.dtype,
         kv_dtype=_FP8.get(stored),
-        revision=str(model.revision or ""),
+        revision=_revision(vllm_config),
         use_mla=spec.use_mla,
         rope=_rope(model),
         tp_size=rank.tp_size,
@@ -121,6 +122,14 @@ def _metadata(vllm_config: Any, spec: KVSpec, num_layers: int, rank: Rank) -> Ca
         pp_size=rank.pp_size,
         pp_rank=rank.pp,
     )
+
+
+def _revision(vllm_config: Any) -> str:
+    """What else tells bytes of the same prompt apart: the weights, and scales that are measured each time."""
+    revision = str(vllm_config.model_config.revision or "")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return f"{revision} with the scales of {uuid4()}"
+    return revision
 
 
 def _rope(model: Any) -> str:

@@ -116,11 +116,12 @@ class LWKVConnector(KVConnectorBase_V1):
 
     # ---- the scheduler's half
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, RankInfo]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         for info in metadata.values():
-            self._scheduler.index.introduce(info)
+            if isinstance(info, RankInfo):  # not that of a connector beside this one
+                self._scheduler.index.introduce(info)
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, RankInfo]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
         self.set_xfer_handshake_metadata(metadata)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

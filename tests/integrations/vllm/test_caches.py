@@ -114,6 +114,14 @@ def test_a_rank_s_number_is_counted_over_tensor_and_pipeline_parallel() -> None:
     assert numbers == [0, 1, 2, 3, 4, 5]
 
 
+def test_scales_that_are_measured_anew_make_a_cache_of_this_process_alone() -> None:
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(1)}
+    config = vllm_config()
+    config.cache_config.calculate_kv_scales = True
+    arguments = (config, config_of(group(spec(), names(1))), caches, RANK, "0.32.0")
+    assert describe(*arguments).metadata.revision != describe(*arguments).metadata.revision
+
+
 def test_layers_behind_the_model_s_own_are_the_draft_model_s() -> None:
     config = vllm_config()
     config.model_config.hf_text_config.num_hidden_layers = 2
