@@ -32,12 +32,13 @@ class Completions:
 
     def __init__(self, counters: Counters, on_start: Job | None = None) -> None:
         self._counters = counters
-        self._on_start = on_start
         self._jobs: SimpleQueue[tuple[Job, int]] = SimpleQueue()
         self._expected: set[int] = set()
         self._closing = self._leaving = False
         self._ended = threading.Event()
         self._process = os.getpid()
+        if on_start is not None:
+            self.submit(on_start)
         self._thread = threading.Thread(target=self._run, name="lwkv-completions", daemon=True)
         self._thread.start()
         end_at_exit(self)
@@ -76,9 +77,6 @@ class Completions:
         self.submit(lambda: None)
 
     def _run(self) -> None:
-        if self._on_start is not None:
-            with ErrorsTo(self._note):
-                self._on_start()
         # Each job in a call of its own: what it refers to does not live on while the thread waits.
         while not self._may_end():
             self._run_next()
