@@ -85,6 +85,20 @@ def test_blocks_of_the_cpu_s_attention_are_moved_whole(shape: tuple[int, ...], p
         assert e.connector.page_bytes == 32 * 2 * 8 * 2 * 4
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(2, BLOCKS, 16, 2, 8), (BLOCKS, 2, 16, 2, 8), (BLOCKS, 2, 16, 16)],
+    ids=["until 0.22", "in 0.24", "since 0.26"],
+)
+def test_caches_of_accelerators_are_moved_row_by_row(shape: tuple[int, ...]) -> None:
+    on_device = {name: torch.zeros(shape, device="meta") for name in names(2)}
+    found = describe(vllm_config(), config_of(group(spec(), names(2))), on_device, RANK, "0.32.0")
+    caches = {name: torch.zeros(shape) for name in found.caches}
+    arguments = {"layout_hints": found.hints, "platform": CPU()}
+    with CacheEngine.create(Config(chunk_size=32), found.metadata, caches, **arguments) as engine:
+        assert (engine.connector.tokens_per_row, engine.connector.num_slots) == (1, 16 * BLOCKS)
+
+
 def test_a_kernel_may_cut_the_manager_s_blocks() -> None:
     found = described(spec(32), 4 * BLOCKS, 2, 8, 16)
     assert {kv.block_size for kv in found.hints["specs"].values()} == {8}
