@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lwkv.benchmarks.bed import Bed
 from lwkv.benchmarks.bench import Bench
+from lwkv.benchmarks.disk_alone import DiskAlone
 from lwkv.benchmarks.findings import Findings
 from lwkv.benchmarks.overlap import Overlap, measure_overlap, overlap_lines
 from lwkv.benchmarks.plain_disk import PlainDisk
-from lwkv.benchmarks.tier_moves import TierMove, measure_moves, move_lines
+from lwkv.benchmarks.tier_moves import TierMove, compare_moves, measure_moves, move_lines
 from lwkv.storage.disk_io import reads_directly
 
 GIB = 1 << 30
@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class DiskFindings(Findings):
-    """Moves of one prompt that no tier but the disk keeps, and prefills over it; bytes checked after all."""
+    """Moves by the tier alone, then by the engine, of a prompt that no other tier keeps; prefills over it."""
 
     tokens: int
     num_bytes: int
@@ -51,11 +51,13 @@ def _measure(bench: Bench, folder: Path) -> DiskFindings:
     # A round stores a prompt; none of them is removed within a time.
     limit = (len(bench.suffixes) + bench.repeats + 4) * (2 * num_bytes + GIB // 16) / GIB
     config = {"local_cpu": False, "local_disk": str(folder), "max_local_disk_size": limit}
+    plain = _plain(bench, folder, direct)
+    moves = _measure_tier(bench, folder, plain)
     with bench.bed(prompts=2, config=config) as bed:
         bed.fill()
         kept = bed.new_prompt()
         bed.keep(kept)
-        moves = measure_moves(bench, bed, kept, _plain(bed, folder, direct))
+        moves += measure_moves(bench, bed, kept, plain)
         overlaps = [measure_overlap(bench, bed, kept, suffix) for suffix in bench.suffixes]
         bed.clear_target()
         bed.load(kept)
@@ -63,7 +65,16 @@ def _measure(bench: Bench, folder: Path) -> DiskFindings:
     return DiskFindings(bench.prefix, num_bytes, direct, moves, overlaps, exact)
 
 
-def _plain(bed: Bed, folder: Path, direct: bool) -> PlainDisk:
-    shape = bed.shape
+def _measure_tier(bench: Bench, folder: Path, plain: PlainDisk) -> list[TierMove]:
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        alone = DiskAlone(bench, Path(own))
+        moves = {"tier, put": alone.write, "tier, get": alone.read}
+        compared = compare_moves(bench, moves, plain, plain.remove_old)
+        alone.close()
+    return compared
+
+
+def _plain(bench: Bench, folder: Path, direct: bool) -> PlainDisk:
+    shape = bench.shape
     piece = -(-shape.chunk_size * shape.token_bytes // 4096) * 4096
-    return PlainDisk(folder, bed.num_tokens // shape.chunk_size, shape.num_layers * piece, piece, direct)
+    return PlainDisk(folder, bench.prefix // shape.chunk_size, shape.num_layers * piece, piece, direct)
