@@ -251,19 +251,7 @@ class CacheEngine:
 
         Names that begin with a tier's name, "host" first, tell of that tier: see lwkv.storage.meter.
         """
-        return (
-            self._counters.totals()
-            | self._storage.totals()
-            | {
-                "chunks": len(self._storage.host),
-                "chunks_evicted": self._storage.host.evicted,
-                "pins": self._storage.host.pins,
-                "writes_in_flight": self._storage.writes_in_flight,
-                "pages": self._pool.num_pages,
-                "pages_in_use": self._pool.pages_in_use,
-                "page_references": self._pool.references,
-            }
-        )
+        return self._counters.totals() | self._storage.totals() | self._pool.totals()
 
     def metrics(self, **labels: str) -> str:
         """What `stats` tells, as text for Prometheus, with `labels` on every metric; the caller serves it."""

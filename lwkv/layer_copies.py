@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lwkv.platforms import CopyBatch
 from lwkv.platforms.protocol import Int64s
+
+
+class Slabs(NamedTuple):
+    """Memory that pages lie in: slab by slab, `span` pages in each, `page_stride` bytes from one to the next.
+
+    `bases` is int64 (slabs,), the address of each.
+    """
+
+    memory: Sequence[torch.Tensor]
+    bases: Int64s
+    span: int
+    page_stride: int
 
 
 class LayerCopies:
@@ -18,27 +31,17 @@ class LayerCopies:
     Neighbouring full pages are one run where both sides are contiguous.
 
     Args:
-        slabs, bases: the pool's memory, and int64 (slabs,) the address of each slab.
-        span: pages of a slab. page_stride: bytes from one page to the next.
         pages: int64 (layers, chunks), chunks > 0. sizes: int64 (chunks,), bytes.
     """
 
-    def __init__(
-        self,
-        slabs: Sequence[torch.Tensor],
-        bases: Int64s,
-        span: int,
-        page_stride: int,
-        pages: Int64s,
-        sizes: Int64s,
-        device_stride: int,
-    ) -> None:
+    def __init__(self, slabs: Slabs, pages: Int64s, sizes: Int64s, device_stride: int) -> None:
+        memory, bases, span, page_stride = slabs
         starts = np.ones(pages.shape, bool)
         if page_stride == device_stride:
             follows = (pages[:, 1:] - pages[:, :-1] == 1) & (pages[:, 1:] % span != 0)
             starts[:, 1:] = ~(follows & (sizes[:-1] == device_stride))
         first = starts.ravel().nonzero()[0]
-        self._slabs = slabs
+        self._memory = memory
         self._slab_of, inner = np.divmod(pages.ravel()[first], span)
         self._offsets = inner * page_stride
         self._addresses = bases[self._slab_of] + self._offsets
@@ -50,7 +53,7 @@ class LayerCopies:
         run = slice(self._ends[layer], self._ends[layer + 1])
         # Stable: pages are loaded from only after the host has seen their last save end.
         return CopyBatch(
-            self._slabs,
+            self._memory,
             self._slab_of[run],
             self._offsets[run],
             self._addresses[run],

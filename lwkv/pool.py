@@ -13,7 +13,7 @@ import torch
 
 from lwkv.counters import Counters
 from lwkv.errors import ConfigError
-from lwkv.layer_copies import LayerCopies
+from lwkv.layer_copies import LayerCopies, Slabs
 from lwkv.page_counts import PageCounts
 from lwkv.platforms import Platform
 from lwkv.platforms.protocol import Int64s
@@ -64,10 +64,9 @@ class HostPool:
                 f"max_local_cpu_size holds {max_bytes} bytes, but one chunk of one layer needs "
                 f"{self.page_stride}: raise max_local_cpu_size or lower chunk_size"
             )
-        self._span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
-        self._slabs: list[torch.Tensor] = []
-        self._bases = np.zeros(0, np.int64)
-        self._counts = PageCounts(self._span)
+        span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
+        self._slabs = Slabs([], np.zeros(0, np.int64), span, self.page_stride)
+        self._counts = PageCounts(span)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self.num_pages = 0
@@ -93,6 +92,11 @@ class HostPool:
         """Sum of all reference counts."""
         with self._lock:
             return self._counts.total
+
+    def totals(self) -> dict[str, int]:
+        """How many pages there are and are in use, and the sum of all reference counts."""
+        in_use, references = self.pages_in_use, self.references
+        return {"pages": self.num_pages, "pages_in_use": in_use, "page_references": references}
 
     def reserve(self, num_bytes: int) -> None:
         """Page-lock slabs for `num_bytes` now instead of on demand. Raises MemoryError."""
@@ -147,14 +151,12 @@ class HostPool:
 
     def page(self, number: int) -> torch.Tensor:
         """The usable bytes of a page, uint8 (page_bytes,); valid as long as the caller holds a reference."""
-        start = number % self._span * self.page_stride
-        return self._slabs[number // self._span].narrow(0, start, self.page_bytes)
+        slab, place = divmod(number, self._slabs.span)
+        return self._slabs.memory[slab].narrow(0, place * self.page_stride, self.page_bytes)
 
     def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> LayerCopies:
         """Describe the copies of several layers; arguments and result as in LayerCopies."""
-        return LayerCopies(
-            self._slabs, self._bases, self._span, self.page_stride, pages, sizes, device_stride
-        )
+        return LayerCopies(self._slabs, pages, sizes, device_stride)
 
     def close(self) -> None:
         """Hand out nothing any more; the slabs go back to the system with the last page in use."""
@@ -164,7 +166,7 @@ class HostPool:
 
     def _end(self) -> None:
         if self._closed and self._counts.num_free == self.num_pages:
-            self._slabs = []
+            self._slabs = self._slabs._replace(memory=[])
 
     def _growth_left(self) -> int:
         """Pages that may still be added, as far as is known now."""
@@ -201,11 +203,11 @@ class HostPool:
     def _grow(self) -> None:
         # Page-locking takes long; the lock is not held, so that pages go on being handed out.
         start = self.num_pages
-        end = min(start + self._span, self.max_pages)
+        end = min(start + self._slabs.span, self.max_pages)
         slab = self._platform.alloc_pinned((end - start) * self.page_stride)
         with self._lock:
             # A new list: batches made before keep the one they were given.
-            self._slabs = [*self._slabs, slab]
-            self._bases = np.append(self._bases, slab.data_ptr())
+            memory, bases = [*self._slabs.memory, slab], np.append(self._slabs.bases, slab.data_ptr())
+            self._slabs = self._slabs._replace(memory=memory, bases=bases)
             self._counts.grow(end - start)
             self.num_pages = end

@@ -309,7 +309,7 @@ def test_a_closed_pool_hands_out_nothing_and_gives_its_memory_back() -> None:
     pool.close()
     assert pool.allocate(1) is None
     assert pool.allocate(0) is None
-    assert pool._slabs == []
+    assert pool._slabs.memory == []
     assert pool.shortage(1) > pool.num_pages, "no eviction helps"
 
 
@@ -322,7 +322,7 @@ def test_a_pool_closed_in_use_keeps_its_memory_until_the_last_release() -> None:
     assert pool.page(int(pages[1])).tolist() == [9] * PAGE_BYTES
     assert pool.allocate(1) is None
     pool.release(pages[1:2])
-    assert (pool._slabs, pool.references) == ([], 0)
+    assert (pool._slabs.memory, pool.references) == ([], 0)
 
 
 def runs_of(batch: CopyBatch) -> list[tuple[int, int, int]]:

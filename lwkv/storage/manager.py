@@ -165,13 +165,15 @@ class StorageManager:
         return [HOST, *(guard.name for guard in self.lower.guards)]
 
     def totals(self) -> dict[str, int]:
-        """What was asked of each tier and how it answered, each number under the tier's name and its own."""
+        """What is held, and what was asked of each tier and how it answered, under the tier's name."""
         totals = [self._meter.totals(), *(guard.totals() for guard in self.lower.guards)]
-        return {
+        by_tier = {
             f"{tier}_{name}": number
             for tier, numbers in zip(self.tier_names, totals, strict=True)
             for name, number in numbers.items()
         }
+        held = {"pins": self.host.pins, "writes_in_flight": self.writes_in_flight}
+        return by_tier | held | {"chunks": len(self.host), "chunks_evicted": self.host.evicted}
 
     def close(self, timeout_s: float) -> bool:
         """End the background work and drop every chunk that is not pinned; `timeout_s` is for all tiers.
