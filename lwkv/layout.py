@@ -139,13 +139,15 @@ def _only_views(
     known = [entry for entry in LAYOUTS if layout in (None, entry.name)]
     differ = {entry: entry.differences(raw[0], spec) for entry in known if entry.has_axes(raw, spec)}
     fitting = [entry for entry, differences in differ.items() if not differences]
-    found = {_places(views): views for views in (entry.views(raw, spec) for entry in fitting)}
+    views = [entry.views(raw, spec) for entry in fitting]
+    found = {(place(k), None if v is None else place(v)): (k, v) for k, v in views}
     if len(found) == 1:
         return found.popitem()[1]
     if fitting:
-        says = f"can be any of {_list(fitting)}: declare which with layout="
+        says = f"can be any of {'; '.join(map(str, fitting))}: declare which with layout="
     else:
-        says = f"is not {_list(known)}: correct the spec or the layout, or declare {_OPAQUE}"
+        names = "; ".join(map(str, known))
+        says = f"is not {names}: correct the spec or the layout, or declare {_OPAQUE}"
     raise LayoutError(
         f"{'' if fitting else _nearest(name, differ)}{picture(name, tensors)} with {spec} {says}. {_AXES}"
     )
@@ -177,10 +179,6 @@ def _to_bnhd(t: Tensor, axes: str, block_size: int) -> Tensor:
     return t.permute(*(axes.index(axis) for axis in "BNHD"))
 
 
-def _places(views: Views) -> tuple[object, ...]:
-    return tuple(place(t) for t in views if t is not None)
-
-
 def _check_names(
     named: Mapping[str, object], spec: KVSpec | Mapping[str, KVSpec], layout: str | None, tag: str | None
 ) -> None:
@@ -191,7 +189,3 @@ def _check_names(
         raise LayoutError(f"layout='opaque' and opaque_tag= go together, got {layout!r} and {tag!r}")
     if isinstance(spec, Mapping) and (missing := [name for name in named if name not in spec]):
         raise LayoutError(f"no spec for layers {missing}; give each layer its own, or one KVSpec for all")
-
-
-def _list(layouts: Sequence[Layout]) -> str:
-    return "; ".join(map(str, layouts))

@@ -118,14 +118,10 @@ def check_stores(requests: Sequence[Request], num_slots: int, chunking: Chunking
 
 def as_requests(requests: Sequence[Request]) -> Sequence[Request]:
     """Give `requests` back. Raises RequestError for anything else than a list or tuple of them."""
-    if not isinstance(requests, list | tuple):
-        raise RequestError(f"got requests of type {type(requests).__name__}; pass a list of Request, or []")
-    for request in requests:
-        if not isinstance(request, Request):
-            raise RequestError(
-                f"got a request of type {type(request).__name__}; pass Request(tokens, slot_mapping)"
-            )
-    return requests
+    if isinstance(requests, list | tuple) and all(isinstance(request, Request) for request in requests):
+        return requests
+    got = f"{requests!r:.200}, of type {type(requests).__name__}"
+    raise RequestError(f"got {got}; pass a list of Request(tokens, slot_mapping), or []")
 
 
 def _checked(request: Request, chunking: Chunking) -> CheckedRequest:
