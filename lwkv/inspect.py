@@ -16,6 +16,8 @@ from lwkv.storage.disk_lock import is_owned, locked
 from lwkv.storage.disk_names import CHUNK_SUFFIX, Kind, kind_of
 
 LOCK_TIMEOUT_S = 10.0
+LEFTOVER = "left by a dead writer"
+OTHER_VERSION = "of another version"
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,17 @@ def _look(folder: Path, verify: bool) -> Iterator[FileFound]:
         except FileNotFoundError:
             continue  # removed meanwhile
         except BadFileError as error:
-            yield FileFound(path.name, told, stat.st_size, stat.st_mtime, fault=str(error))
+            if error.reason == "version":
+                yield FileFound(path.name, OTHER_VERSION, stat.st_size, stat.st_mtime)
+            else:
+                yield FileFound(path.name, told, stat.st_size, stat.st_mtime, fault=str(error))
         else:
             details = (header.page_format, len(header.layers), header.layers[0].length) if header else ()
             yield FileFound(path.name, told, stat.st_size, stat.st_mtime, *details)
 
 
 def _kind_in_words(path: Path, kind: Kind) -> str:
-    return "left by a dead writer" if kind is Kind.DRAFT and not is_owned(str(path)) else kind.value
+    return LEFTOVER if kind is Kind.DRAFT and not is_owned(str(path)) else kind.value
 
 
 def _read(path: Path, verify: bool) -> Header:
@@ -102,7 +107,7 @@ def _read(path: Path, verify: bool) -> Header:
 
 
 def _clean(folder: Path, found: list[FileFound]) -> list[str]:
-    useless = [file for file in found if file.fault or file.kind not in (Kind.CHUNK.value, Kind.DRAFT.value)]
+    useless = [file for file in found if file.fault or file.kind in (Kind.BAD.value, LEFTOVER)]
     removed = []
     with locked(str(folder), LOCK_TIMEOUT_S) as lock:
         for file in useless:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storage.disk_rig import FORM, opened
+from storage.disk_rig import FORM, in_another_form, opened
 from storage.rig import NUM_LAYERS, PAGE_BYTES, key, keys
 from storage.tier_calls import put, store
 
@@ -96,6 +96,17 @@ def test_a_chunk_cut_off_or_foreign_is_a_fault_without_reading_all_of_it(
         "it is no ordinary file",
         f"it holds {key(2).to_string()}",
     ]
+
+
+def test_what_another_version_wrote_is_told_and_left_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = folder / f"{key(9).to_string()}.kv"
+    theirs.write_bytes(in_another_form(key(9), "version"))
+    _, found = inspect(capsys, folder, "--clean", "--verify")
+    told = [(file["kind"], file["fault"]) for file in found["files"] if file["name"] == theirs.name]
+    assert told == [("of another version", None)]
+    assert theirs.exists()
 
 
 def test_the_text_tells_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

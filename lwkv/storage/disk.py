@@ -87,8 +87,9 @@ class DiskTier:
         return [self._reader.read(key, page) for key, page in zip(keys, pages, strict=True)]
 
     def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> bool:
-        known = not self._writer.is_writing(key) and self._reader.is_there(key)
-        return known or self._writer.put(key, pages)
+        if not self._writer.is_writing(key) and (self._reader.is_there(key) or self._folder.has(key)):
+            return True
+        return self._writer.put(key, pages)
 
     def _require_open(self) -> None:
         if self._closed:

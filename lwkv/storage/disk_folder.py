@@ -98,6 +98,10 @@ class Folder:
         self._uses.add(key + CHUNK_SUFFIX, found.st_mtime)
         return found.st_size
 
+    def has(self, key: str) -> bool:
+        """Whether anything has the name of this chunk's file."""
+        return os.path.lexists(self.chunk_path(key))
+
     def touch(self, keys: Sequence[str]) -> None:
         """Note that chunks are used, for this process and, now and then, for the others."""
         now = self._clock()

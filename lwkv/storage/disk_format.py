@@ -6,7 +6,8 @@
     zeros up to a multiple of 4096
     layer 0, layer 1, ... each with zeros up to a multiple of 4096
 
-Numbers are little-endian. Who may write to the folder is trusted: checksums are no protection from forgers.
+Numbers are little-endian. The first line and the header's checksum are the same in every version. Who may write
+to the folder is trusted: checksums are no protection from forgers.
 """
 
 from __future__ import annotations
@@ -100,12 +101,10 @@ def pack(header: Header, header_bytes: int) -> bytes:
 
 
 def header_size(start: bytes) -> int:
-    """The size of a header by its first bytes. Raises BadFileError: foreign, version or corrupt."""
+    """The size of a header by its first bytes. Raises BadFileError: foreign or corrupt."""
     if len(start) < _PREFIX.size or not start.startswith(_MAGIC):
         raise BadFileError("foreign", "it does not begin as a file of lwkv does")
-    _, version, header_bytes, _, _, _ = _PREFIX.unpack_from(start)
-    if version != VERSION:
-        raise BadFileError("version", f"it has format {version}, and this version of lwkv reads {VERSION}")
+    header_bytes = _PREFIX.unpack_from(start)[2]
     if header_bytes % ALIGNMENT or not 0 < header_bytes <= _MOST_HEADER_BYTES:
         raise BadFileError("corrupt", "its header has an impossible size")
     return int(header_bytes)
@@ -116,11 +115,13 @@ def unpack(data: bytes) -> Header:
     header_bytes = header_size(data)
     if len(data) < header_bytes:
         raise BadFileError("truncated", "it ends within its header")
-    _, _, _, text_bytes, num_layers, told = _PREFIX.unpack_from(data)
+    _, version, _, text_bytes, num_layers, told = _PREFIX.unpack_from(data)
     without = bytearray(data[:header_bytes])
     without[_CHECKSUM_AT : _PREFIX.size] = bytes(4)
     if checksum(without) != told:
         raise BadFileError("corrupt", "its header does not have the checksum it should")
+    if version != VERSION:
+        raise BadFileError("version", f"it has format {version}, and this version of lwkv reads {VERSION}")
     text = json.loads(data[_PREFIX.size :][:text_bytes])
     start = _PREFIX.size + text_bytes
     table = data[start : start + num_layers * _ENTRY.size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -11,10 +12,14 @@ from lwkv.counters import Counters
 from lwkv.keys import LayerKey
 from lwkv.storage.checksum import checksum
 from lwkv.storage.disk_folder import NO_FILE, Folder
-from lwkv.storage.disk_format import BadFileError, FileForm, Header, unpack
+from lwkv.storage.disk_format import BadFileError, FileForm, Header, header_size, unpack
 from lwkv.storage.disk_headers import Headers
 from lwkv.storage.disk_io import bytes_of, open_to_read, read_bytes, read_pages
 from lwkv.storage.tier import Status
+
+
+class OtherFormError(Exception):
+    """A whole file of this chunk that somebody wrote in another form, such as another version of lwkv."""
 
 
 class DiskReader:
@@ -27,27 +32,33 @@ class DiskReader:
         self._counters = counters
 
     def is_there(self, key: str) -> bool:
-        """Whether a chunk has a file of the right size; one of another size is set aside."""
+        """Whether a chunk has a file of the right size; another one is looked into, and set aside if bad."""
         size = self._folder.size_of(key)
         if size is None or size == self._form.file_bytes:
             return size is not None
-        reason = "truncated" if 0 <= size < self._form.file_bytes else "foreign"
-        self._folder.set_aside(key, reason, f"it has {size} bytes, not {self._form.file_bytes}")
+        self._judge(key, lambda: self._look_into(key, size))
         return False
 
     def read(self, key: LayerKey, page: torch.Tensor) -> Status:
         """Fill a page with a layer. Raises OSError where it is not the file that is wrong."""
         text = key.chunk.to_string()
+        return self._judge(text, lambda: self._fill(text, key.layer, page))
+
+    def _judge(self, key: str, work: Callable[[], Status]) -> Status:
+        """Do something with a chunk's file, which is set aside where it is bad."""
         try:
-            return self._fill(text, key.layer, page)
+            return work()
         except FileNotFoundError:
             return Status.MISS
+        except OtherFormError:
+            self._counters.add("disk_other_form")
+            return Status.MISS
         except BadFileError as error:
-            self._folder.set_aside(text, error.reason, str(error))
+            self._folder.set_aside(key, error.reason, str(error))
             return Status.MISS
         except OSError as error:
-            if self._folder.size_of(text) == NO_FILE:
-                self._folder.set_aside(text, "foreign", "it is no ordinary file")
+            if self._folder.size_of(key) == NO_FILE:
+                self._folder.set_aside(key, "foreign", "it is no ordinary file")
                 return Status.MISS
             if error.errno != errno.EIO:
                 raise
@@ -58,7 +69,7 @@ class DiskReader:
         file = open_to_read(self._folder.chunk_path(key), self._folder.direct)
         try:
             header = self._headers.get(key) or self._read_header(file, key)
-            if layer >= len(header.layers):
+            if layer >= self._form.num_layers:
                 return Status.MISS
             read_pages(file, [page], self._form.offset(layer))
             found = checksum(bytes_of(page))
@@ -71,9 +82,29 @@ class DiskReader:
         finally:
             os.close(file)
 
+    def _look_into(self, key: str, size: int) -> Status:
+        """Find out why a file has not the size that it would have in this form: always raises."""
+        file = open_to_read(self._folder.chunk_path(key), self._folder.direct)
+        try:
+            header = self._read_header(file, key)
+        finally:
+            os.close(file)
+        raise BadFileError("truncated", f"it has {size} bytes for {len(header.layers)} layers")
+
     def _read_header(self, file: int, key: str) -> Header:
-        header = unpack(read_bytes(file, self._form.header_bytes))
-        if header != self._form.header(key, [entry.checksum for entry in header.layers]):
-            raise BadFileError("foreign", f"it holds {header.key}, or layers of another size")
+        data = read_bytes(file, self._form.header_bytes)
+        try:
+            if (num_bytes := header_size(data)) > self._form.header_bytes:
+                data = read_bytes(file, num_bytes)
+            header = unpack(data)
+        except BadFileError as error:
+            if error.reason == "version":
+                raise OtherFormError from error
+            raise
+        if header.key != key:
+            raise BadFileError("foreign", f"it holds {header.key}")
+        checksums = [entry.checksum for entry in header.layers]
+        if len(checksums) != self._form.num_layers or header != self._form.header(key, checksums):
+            raise OtherFormError
         self._headers.keep(key, header)
         return header

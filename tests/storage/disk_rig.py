@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
 from lwkv.storage import Status
 from lwkv.storage.disk import DiskTier
-from lwkv.storage.disk_format import FileForm
+from lwkv.storage.disk_format import FileForm, pack
 from lwkv.storage.disk_lock import used_in
 
 FORM = FileForm(NUM_LAYERS, PAGE_BYTES, "canonical")
@@ -67,6 +68,20 @@ def open_disk(folder: Path, room: int, counters: Counters | None = None) -> Disk
     tier = open_only(setup, local_disk=str(folder), max_local_disk_size=size)
     assert isinstance(tier, DiskTier)
     return tier
+
+
+def in_another_form(chunk: ChunkKey, how: str) -> bytes:
+    """A whole file of a chunk in another version, with more layers, or in another page format."""
+    form = {
+        "version": FORM,
+        "layers": replace(FORM, num_layers=FORM.num_layers + 1),
+        "page format": replace(FORM, page_format="other"),
+    }[how]
+    header = bytearray(pack(form.header(chunk.to_string(), [0] * form.num_layers), form.header_bytes))
+    if how == "version":
+        header[8], header[24:28] = 99, bytes(4)
+        header[24:28] = zlib.crc32(header).to_bytes(4, "little")
+    return bytes(header).ljust(form.file_bytes, b"x")
 
 
 @contextmanager

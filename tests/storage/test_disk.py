@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from storage.disk_rig import FORM, DiskRig, opened
+from storage.disk_rig import FORM, DiskRig, in_another_form, opened
 from storage.places import make_setup, open_only
 from storage.rig import NUM_LAYERS, PAGE_BYTES, key, keys
 from storage.tier_calls import layer_keys, load, put, store
@@ -181,6 +181,20 @@ def test_the_file_of_another_chunk_is_not_taken_for_this_one(rig: DiskRig) -> No
     shutil.copy(rig.path(key(1)), rig.path(key(2)))
     assert load(tier, layer_keys(key(2), [1])) == [Status.MISS]
     assert rig.counters.totals() == {"disk_foreign": 1}
+
+
+@pytest.mark.parametrize("how", ["version", "layers", "page format"])
+def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(rig: DiskRig, how: str) -> None:
+    tier = rig.open()
+    store(tier, key(1))
+    theirs = in_another_form(key(1), how)
+    rig.path(key(1)).write_bytes(theirs)
+    tier = rig.open()
+    tier.contains(keys(1), 1)
+    assert load(tier, layer_keys(key(1), [1])) == [Status.MISS]
+    store(tier, key(1))
+    assert rig.path(key(1)).read_bytes() == theirs
+    assert rig.counters.totals().keys() == {"disk_other_form"}
 
 
 def test_a_file_that_was_removed_and_written_anew_meanwhile_is_read(rig: DiskRig) -> None:
