@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -78,7 +78,8 @@ class BatchRetrieval:
         self._alive = np.ones(transfer.num_chunks, bool)
         moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
         if any(moved):
-            self._begin(transfer)
+            self._load = self._try(self._begin_load, transfer, self._arrivals.known)
+            self._arrivals.ask_up_to(self._config.prefetch_layers)
         asked = sum(len(request.ids) - request.first for request in self._requests)
         self._engine.counters.add("tokens_asked", asked)
         return moved
@@ -89,14 +90,16 @@ class BatchRetrieval:
         Never blocks.
         """
         self._wanted = layer
-        self._go_on(self._queue_there)
+        if self._load is not None:
+            self._try(self._queue_there, self._load)
 
     def wait(self, layer: int) -> None:
         """Make the current stream wait for `layer`, having queued what was left of the loads up to it.
 
         Blocks the host until the tiers have brought these, or their time is over.
         """
-        self._go_on(self._wait_for, layer)
+        if self._load is not None:
+            self._try(self._wait_for, self._load, layer)
 
     def result(self) -> list[torch.Tensor]:
         """For each request, bool (tokens,) on the host: True where every layer of the token was queued."""
@@ -143,20 +146,13 @@ class BatchRetrieval:
         transfer = request.loads(first, first + len(hold.found))
         return Part(request, first * request.chunk_size, hold, transfer)
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _try(self, work: Callable[..., Any], *arguments: object) -> Any:
+        """What `work` returns; None where the device fails, which ends the load."""
         try:
-            self._load = self._begin_load(transfer, self._arrivals.known)
+            return work(*arguments)
         except DEVICE_FAILURES as error:
             self._give_up(error)
-        self._arrivals.ask_up_to(self._config.prefetch_layers)
-
-    def _go_on(self, work: Callable[..., None], *layer: int) -> None:
-        """Do some of the load, if there is one."""
-        if self._load is not None:
-            try:
-                work(self._load, *layer)
-            except DEVICE_FAILURES as error:
-                self._give_up(error)
+            return None
 
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""

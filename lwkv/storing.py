@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from lwkv.connectors.saver import Save
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest
 from lwkv.storage import Write
 from lwkv.transfer import Transfer
@@ -51,17 +51,18 @@ class BatchStoring:
             self._engine.completions.expect(self)
             new[:] = False
             new[wanted[self._write.positions]] = True
-            self._begin(transfer if new.all() else transfer.only(new), self._write.pages)
+            moved = transfer if new.all() else transfer.only(new)
+            self._save = self._try(self._connector.begin_save, moved, self._write.pages, self._sync)
 
     def queue(self, layer: int) -> None:
         """Queue the save of `layer`, which the current stream has just been told to compute."""
-        if self._write is not None:
-            pages = self._write.pages[layer]
-            self._go_on(lambda save: self._connector.save_layer(save, layer, pages))
+        if self._write is not None and self._save is not None:
+            self._try(self._connector.save_layer, self._save, layer, self._write.pages[layer])
 
     def commit(self) -> None:
         """Make the chunks visible once their bytes have arrived."""
-        self._go_on(self._connector.finish_save)
+        if self._save is not None:
+            self._try(self._connector.finish_save, self._save)
         self._committed = True
         self.close()
 
@@ -101,19 +102,13 @@ class BatchStoring:
         if failure is not None:
             raise failure
 
-    def _go_on(self, work: Callable[[Save], None]) -> None:
-        """Do some of the save, if there is one."""
-        if self._save is not None:
-            try:
-                work(self._save)
-            except DEVICE_FAILURES as error:
-                self._give_up(error)
-
-    def _begin(self, transfer: Transfer, pages: Int64s) -> None:
+    def _try(self, work: Callable[..., Any], *arguments: object) -> Any:
+        """What `work` returns; None where the device fails, which ends the store."""
         try:
-            self._save = self._connector.begin_save(transfer, pages, self._sync)
+            return work(*arguments)
         except DEVICE_FAILURES as error:
             self._give_up(error)
+            return None
 
     def _give_up(self, error: BaseException) -> None:
         """Store nothing."""
