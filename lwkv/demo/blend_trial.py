@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from lwkv.blend import Blended, Blender, BlendRequest, Selector, Separator
+from lwkv.blend import Blended, Blender, BlendRequest, Segment, Selector
 from lwkv.config import Config
 from lwkv.connectors import Rope
 from lwkv.engine import CacheEngine
@@ -22,8 +22,17 @@ from lwkv.reference.request import block_slots
 
 BLOCK_SIZE = 16
 CHUNK_SIZE = 128
-_CHAT = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-_SYSTEM = "You are a helpful AI assistant."
+_BETWEEN = "\n\n"
+_CHAT = (
+    "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\nHere are the notes.",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
+_SYSTEM = (
+    "You are a helpful AI assistant. You answer questions about notes that people have left behind. "
+    "The notes come first, one after the other, in no special order, and the question comes last. "
+    "Read every note with care, since the answer is in one of them, or in several together. "
+    "Give the answer in a few words, and nothing else."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,7 @@ class Trial:
             blend_min_tokens=0,
         )
         self.engine: CacheEngine = open_cache_engine(config, model, self._cache, "trial", platform=platform)
-        self._separator = Separator(tokenizer.encode, config.blend_special_str)
+        self._between = tokenizer.encode(_BETWEEN)
         self.shared = tokenizer.encode(_CHAT[0].format(_SYSTEM))
         # Falling, so that nothing works only where blocks happen to be in order.
         self._blocks = list(range(num_blocks))[::-1]
@@ -107,10 +116,13 @@ class Trial:
 
     def begin(self, task: Task) -> None:
         """Compute the task in full."""
-        parts = [self.tokenizer.encode(f" {text}") for text in task.documents]
-        ending = self.tokenizer.encode(f"\n{task.question}{_CHAT[1]}{task.opening}")
-        self.tokens = self._separator.join([self.shared, *parts, ending])
-        self.segments = self._separator.segments(self.tokens)[1:]
+        self.tokens, self.segments = list(self.shared), []
+        for text in task.documents:
+            self.tokens += self._between
+            document = self.tokenizer.encode(text)
+            self.segments.append(Segment(len(self.tokens), len(self.tokens) + len(document)))
+            self.tokens += document
+        self.tokens += self.tokenizer.encode(f"{_BETWEEN}{task.question}{_CHAT[1]}{task.opening}")
         started, process = time.perf_counter(), time.process_time()
         logits = self._forward(self.tokens, 0)[-1:]
         self.answer = [int(logits.argmax())]
