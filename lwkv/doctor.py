@@ -19,7 +19,7 @@ from lwkv.errors import ConfigError
 if TYPE_CHECKING:
     from lwkv.config import Config
 
-_PACKAGES = ("torch", "numpy", "pydantic", "pyyaml", "xxhash")
+_PACKAGES = ("torch", "numpy", "pydantic", "pyyaml")
 _DEMO = "pip install '.[demo]' in lwkv's folder"
 # Package, what it is for, how to get it.
 _OPTIONAL = (
@@ -36,7 +36,7 @@ _OPTIONAL = (
 )
 _ENGINES = ("vllm", "sglang")
 # A tier that needs one and does not find it says so.
-_CLIENTS = ("valkey-glide-sync", "mooncake-transfer-engine-non-cuda")
+_CLIENTS = ("valkey-glide-sync", "mooncake-transfer-engine-non-cuda", "xxhash")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -93,6 +93,7 @@ def import_mooncake(url: RemoteURL) -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
+        import xxhash  # noqa: F401
         from mooncake import store
     except ImportError as error:
         raise url.refuse(

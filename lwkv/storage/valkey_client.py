@@ -87,6 +87,7 @@ def connect(address: ValkeyAddress) -> ValkeyClient:
 def _import_glide(url: RemoteURL) -> Any:
     try:
         import glide_sync
+        import xxhash  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"remote_url {url} needs a client that is not there ({error}): pip install 'lwkv[valkey]'"

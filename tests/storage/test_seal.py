@@ -2,12 +2,19 @@ from __future__ import annotations
 
 import pytest
 from storage.rig import key
+from storage.servers import require_client
 
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage.seal import MOST_SEAL_BYTES, seal_of
 
 PAGE = bytes(range(256)) * 20
 KEY = LayerKey(key(1), 2)
+
+
+@pytest.fixture(autouse=True)
+def _has_client() -> None:
+    """What makes the checksums comes with it."""
+    require_client()
 
 
 @pytest.mark.parametrize(
