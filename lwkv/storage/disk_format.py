@@ -6,8 +6,8 @@
     zeros up to a multiple of 4096
     layer 0, layer 1, ... each with zeros up to a multiple of 4096
 
-Numbers are little-endian. The first line and the header's checksum are the same in every version. Who may write
-to the folder is trusted: checksums are no protection from forgers.
+Numbers are little-endian. The first line and the header's checksum are the same in every version. Who may
+write to the folder is trusted: checksums are no protection from forgers.
 """
 
 from __future__ import annotations

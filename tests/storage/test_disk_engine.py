@@ -124,7 +124,7 @@ def test_a_disk_that_hangs_does_not_keep_the_engine(
 
     with disk_engine(oracle, tmp_path) as engine:
         store(oracle, engine, run_slots(0, 40))
-    with disk_engine(oracle, tmp_path, load_timeout_s=0.05) as engine:
+    with disk_engine(oracle, tmp_path, load_timeout_s=2.0) as engine:
         monkeypatch.setattr(DiskReader, "read", hang)
         assert engine.lookup(TOKENS) == 40
         assert not engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).any()
