@@ -134,6 +134,7 @@ class LWKVConnector(KVConnectorBase_V1):
         return self._scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.learn_failed_blocks(connector_output.invalid_block_ids)
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if reports is not None:
             self._scheduler.learn(reports)

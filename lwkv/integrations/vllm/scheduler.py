@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,8 @@ from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders
 from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.reports import StepReports
+from lwkv.integrations.vllm.scheduled import Scheduled
+from lwkv.integrations.vllm.stale import StaleBlocks
 from lwkv.integrations.vllm.tracked import Span, Tracked
 from lwkv.request import Chunking
 
@@ -23,16 +25,6 @@ class Role:
 
     loads: bool
     stores: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One request's part in a step: tokens in place before it, tokens in place after it, and its blocks."""
-
-    tracked: Tracked
-    computed: int
-    in_place: int
-    blocks: Callable[[], Sequence[int]]
 
 
 class SchedulerSide:
@@ -74,6 +66,7 @@ class SchedulerSide:
         self._acknowledged = 0
         self._last_load = 0
         self._epoch = 0
+        self._stale = StaleBlocks(block_size)
         self._cared_for: dict[int, list[tuple[Tracked, int]]] = {}
 
     def num_new_matched_tokens(self, request: Any, num_local: int) -> int:
@@ -99,6 +92,7 @@ class SchedulerSide:
         ]
         if loads:
             self._last_load = self._step
+        self._stale.pass_step(scheduled)
         stores = self._stores(scheduled) if self._role.stores else []
         return StepOrders(self._step, self._acknowledged, loads, stores)
 
@@ -113,6 +107,10 @@ class SchedulerSide:
                 tracked.cared_for = min(tracked.cared_for, cared_for)
         for step in [step for step in self._cared_for if step <= self._acknowledged]:
             del self._cared_for[step]
+
+    def learn_failed_blocks(self, blocks: Set[int]) -> None:
+        """Learn which blocks vLLM was told to compute again."""
+        self._stale.add(blocks)
 
     def take_events(self) -> Iterable[Stored | Removed]:
         """What came to host memory and went since the last call."""
@@ -159,7 +157,8 @@ class SchedulerSide:
         tracked.blocks += blocks[0] if blocks else ()
         in_place = computed + int(output.num_scheduled_tokens.get(request_id, 0))
         state = getattr(output, "kv_connector_block_state", None)
-        yield Scheduled(tracked, computed, in_place, partial(self._blocks, tracked, state, computed))
+        begin = computed - tracked.to_load
+        yield Scheduled(tracked, begin, computed, in_place, partial(self._blocks, tracked, state, computed))
 
     def _blocks(self, tracked: Tracked, state: Any, computed: int) -> Sequence[int]:
         """The request's blocks: from vLLM 0.30 on its own word, before that what was followed."""
@@ -195,4 +194,6 @@ class SchedulerSide:
             tracked.sound = in_place
         if not self._config.save_decode_cache:
             in_place = min(in_place, int(request.num_prompt_tokens))
+        if tracked.spoiled_from is not None:
+            in_place = min(in_place, tracked.spoiled_from)
         return tracked.store(self.index, item.computed, min(in_place, tracked.sound))

@@ -33,6 +33,7 @@ class Tracked:
         to_load: tokens that its next step loads.
         cared_for: leading chunks that are cached or were ordered to be stored.
         sound: leading tokens of which no rank can have computed garbage.
+        spoiled_from: tokens from here were computed on blocks whose load had failed; None for no such.
     """
 
     request: Any
@@ -42,6 +43,7 @@ class Tracked:
     to_load: int = 0
     cared_for: int = 0
     sound: int = 0
+    spoiled_from: int | None = None
     _ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     _keys: RankKeys = field(default_factory=list)
 

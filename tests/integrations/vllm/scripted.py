@@ -7,10 +7,11 @@ all tokens before it as they stand in the cache: one wrong row makes every later
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +63,7 @@ class ScriptedRequest:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     is_resumed: bool = False
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt_token_ids)
@@ -118,9 +120,6 @@ class Blocks:
         for number, block in enumerate(blocks[: len(tokens) // BLOCK]):
             self.known.setdefault(tuple(tokens[: (number + 1) * BLOCK]), block)
 
-    def forget(self, blocks: set[int]) -> None:
-        self.known = {tokens: block for tokens, block in self.known.items() if block not in blocks}
-
 
 class RankOfModel:
     """One rank's caches, and the worker's half that moves them."""
@@ -157,16 +156,33 @@ class RankOfModel:
 
 @dataclass
 class Part:
-    """Tokens [begin, end) of a request, computed in one step."""
+    """Tokens [begin, end) of a request, computed in one step; of no use once the request was set back."""
 
     request: ScriptedRequest
     begin: int
     end: int
     blocks: list[int]
+    restarts: int
+
+
+class Result(NamedTuple):
+    """What came of a step: the token after each part, blocks that could not be loaded, what ranks report."""
+
+    parts: list[Part]
+    sampled: list[int]
+    invalid: set[int]
+    reports: StepReports | None
 
 
 class Scripted:
-    """The engine; one `step` is one of vLLM's."""
+    """The engine; one `step` is one of vLLM's.
+
+    Args:
+        budget, most: tokens of a step, and of one request in a step.
+        ahead: schedules a step before it knows what came of the one before, as vLLM does on accelerators.
+        shares_failures: has only the first of the requests that share a block compute it again after its load
+            has failed, as vLLM does, though the others may then run on garbage. Answers can be wrong.
+    """
 
     def __init__(
         self,
@@ -175,7 +191,10 @@ class Scripted:
         num_blocks: int = 40,
         host_chunks: int = 12,
         budget: int = 20,
+        most: int = 1000,
         own_cache: bool = True,
+        ahead: bool = False,
+        shares_failures: bool = False,
         **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -188,6 +207,10 @@ class Scripted:
             index.introduce(rank.worker.info)
         self.blocks = Blocks(num_blocks)
         self.budget = budget
+        self.most = most
+        self.ahead = ahead
+        self.shares_failures = shares_failures
+        self.in_flight: deque[Result] = deque()
         self.own_cache = own_cache
         self.waiting: list[ScriptedRequest] = []
         self.running: list[ScriptedRequest] = []
@@ -207,25 +230,16 @@ class Scripted:
                 self._end(request)
 
     def step(self) -> None:
-        """Schedule, compute, and take over what came of it."""
+        """Schedule, compute, and take over what came of this step or, if ahead, of the one before."""
         parts, output = self._schedule()
-        orders = self.scheduler.orders(output)
-        invalid = self._compute(parts, orders)
-        reports = [report for rank in self.ranks if (report := rank.worker.report()) is not None]
-        if reports:
-            together = StepReports((reports[0],))
-            for report in reports[1:]:
-                together = together.aggregate(StepReports((report,)))
-            self.scheduler.learn(together)
-        self.failed += len(invalid)
-        self.blocks.forget(invalid)
-        for part in parts:
-            self._take_over(part, invalid)
+        self.in_flight.append(self._compute(parts, self.scheduler.orders(output)))
+        while len(self.in_flight) > (self.ahead and bool(parts)):
+            self._take_over(self.in_flight.popleft())
 
     def run(self, steps: int = 1000) -> None:
         """Step until all requests have ended."""
         for _ in range(steps):
-            if not (self.waiting or self.running):
+            if not (self.waiting or self.running or self.in_flight):
                 return
             self.step()
         raise AssertionError(
@@ -247,7 +261,7 @@ class Scripted:
     def _schedule(self) -> tuple[list[Part], Any]:
         budget, parts, new, cached = self.budget, [], [], []
         for request in list(self.running):
-            number = min(budget, request.num_tokens - request.computed)
+            number = min(budget, self.most, request.num_tokens - request.computed)
             if request not in self.running or number <= 0:
                 continue
             blocks = self._more_blocks(request, request.computed + number)
@@ -262,7 +276,7 @@ class Scripted:
             own = len(hit) * BLOCK
             loaded = self.scheduler.num_new_matched_tokens(request, own)
             assert self.scheduler.num_new_matched_tokens(request, own) == loaded
-            number = min(budget, request.num_tokens - own - loaded)
+            number = min(budget, self.most, request.num_tokens - own - loaded)
             assert number > 0
             self.blocks.share(hit)
             more = self.blocks.take(-(-(own + loaded + number) // BLOCK) - len(hit))
@@ -274,9 +288,6 @@ class Scripted:
             request.blocks, request.computed = [*hit, *more], own + loaded
             self.scheduler.allocated(request, request.blocks, loaded)
             self.loaded += loaded
-            if self.own_cache:
-                # As vLLM does: others may use these blocks in this very step.
-                self.blocks.remember(request.all_token_ids[: own + loaded], request.blocks)
             (cached if request.is_resumed else new).append(
                 (request, list(request.blocks), request.is_resumed)
             )
@@ -300,10 +311,16 @@ class Scripted:
         self.running.remove(request)
         self.blocks.give_back(request.blocks)
         request.blocks, request.computed, request.is_resumed = [], 0, True
+        request.restarts += 1
         self.waiting.insert(0, request)
 
     def _part(self, request: ScriptedRequest, number: int) -> Part:
-        return Part(request, request.computed, request.computed + number, list(request.blocks))
+        begin = request.computed
+        request.computed += number
+        if self.own_cache:
+            # As vLLM does: others may use these blocks in this very step.
+            self.blocks.remember(request.all_token_ids[: request.computed], request.blocks)
+        return Part(request, begin, request.computed, list(request.blocks), request.restarts)
 
     def _output(self, parts: list[Part], new: Any, cached: Any) -> Any:
         running = {id(part.request): part for part in parts}
@@ -329,7 +346,7 @@ class Scripted:
             finished_req_ids=finished,
         )
 
-    def _compute(self, parts: Sequence[Part], orders: StepOrders) -> set[int]:
+    def _compute(self, parts: list[Part], orders: StepOrders) -> Result:
         for rank in self.ranks:
             rank.worker.begin(orders)
             if orders.loads:
@@ -346,14 +363,22 @@ class Scripted:
             below = [self._attend(part, name) for part in parts]
             for rank in self.ranks:
                 rank.worker.save_layer(name)
-        self._sampled = {
-            id(part.request): values[-1] % VOCABULARY for part, values in zip(parts, below, strict=True)
-        }
         invalid: set[int] = set()
         for rank in self.ranks:
             rank.worker.end()
             invalid |= rank.worker.invalid_blocks()
-        return invalid
+        sampled = [values[-1] % VOCABULARY for values in below]
+        return Result(parts, sampled, invalid, self._reports())
+
+    def _reports(self) -> StepReports | None:
+        """The reports of all ranks that have something to tell."""
+        together: StepReports | None = None
+        for rank in self.ranks:
+            report = rank.worker.report()
+            if report is not None:
+                alone = StepReports((report,))
+                together = alone if together is None else together.aggregate(alone)
+        return together
 
     def _attend(self, part: Part, name: str) -> list[int]:
         totals = [0] * self.num_ranks
@@ -368,23 +393,44 @@ class Scripted:
                 made.append(mix(*totals))
         return made
 
-    def _take_over(self, part: Part, invalid: set[int]) -> None:
-        request = part.request
-        if request not in self.running:
-            return
-        bad = [number for number, block in enumerate(request.blocks) if block in invalid]
-        if bad and bad[0] * BLOCK < part.end:
-            request.computed = min(part.begin, bad[0] * BLOCK)
-            return
-        request.computed = part.end
-        request.is_resumed = False
-        if self.own_cache:
-            self.blocks.remember(request.all_token_ids[: request.computed], request.blocks)
-        if request.computed == request.num_tokens:
-            request.all_token_ids.append(self._sampled[id(request)])
-            if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
-                self.running.remove(request)
-                self._end(request)
+    def _take_over(self, result: Result) -> None:
+        if result.reports is not None:
+            self.scheduler.learn(result.reports)
+        self.scheduler.learn_failed_blocks(result.invalid)
+        self.failed += len(result.invalid)
+        if result.invalid:
+            self._set_back(result)
+        for part, token in zip(result.parts, result.sampled, strict=True):
+            request = part.request
+            if request in self.running and request.restarts == part.restarts:
+                request.is_resumed = False
+                if part.end == request.num_tokens:
+                    self._append(request, token)
+
+    def _append(self, request: ScriptedRequest, token: int) -> None:
+        request.all_token_ids.append(token)
+        if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+            self.running.remove(request)
+            self._end(request)
+
+    def _set_back(self, result: Result) -> None:
+        """Have what rests on blocks that were not loaded computed again."""
+        if not self.shares_failures:
+            self.blocks.known.clear()
+        begins = {id(part.request): part.begin for part in result.parts}
+        marked: set[int] = set()
+        for request in self.running:
+            bad = [number for number, block in enumerate(request.blocks) if block in result.invalid]
+            if not bad:
+                continue
+            request.restarts += 1
+            own = [number for number in bad if request.blocks[number] not in marked]
+            marked.update(request.blocks[number] for number in bad)
+            before = min(request.computed, begins.get(id(request), request.computed))
+            if not self.shares_failures:
+                request.computed = min(before, bad[0] * BLOCK)
+            else:
+                request.computed = min(before, own[0] * BLOCK) if own else before
 
     def _end(self, request: ScriptedRequest) -> None:
         self.blocks.give_back(request.blocks)

@@ -62,6 +62,8 @@ KINDS = {
     "decoded tokens too": {"save_decode_cache": True},
     "rests too": {"save_unfull_chunk": True},
     "two ranks, few blocks, no prefix cache": {"num_ranks": 2, "num_blocks": 30, "own_cache": False},
+    "ahead": {"ahead": True, "budget": 10},
+    "ahead, two ranks, no prefix cache": {"ahead": True, "num_ranks": 2, "own_cache": False, "budget": 10},
 }
 
 
@@ -78,6 +80,27 @@ def test_answers_are_right_whatever_happens_to_requests_chunks_and_loads(kind: s
     engine.at_rest()
     assert engine.loaded >= CHUNK
     assert engine.failed > 0
+    engine.close()
+
+
+def test_nothing_is_stored_of_a_request_that_ran_on_blocks_that_were_not_loaded() -> None:
+    """As in vLLM where requests share a prefix whose load failed, and the first gets few tokens a step."""
+    engine = Scripted(5, most=7, budget=64, shares_failures=True, host_chunks=60, num_blocks=80)
+    shared = list(range(300, 332))
+    engine.add(ScriptedRequest("cached", shared, 1))
+    engine.run()
+    engine.blocks.known.clear()
+    engine.ranks[0].fails_at = 1
+    for name in ("computes again", "runs on"):
+        engine.add(ScriptedRequest(name, [*shared, *map(ord, name), *range(400, 430)], 1))
+    engine.run()
+    assert engine.failed > 0
+    (wrong,) = engine.answers["runs on"]
+    engine.blocks.known.clear()
+    tokens = [*shared, *map(ord, "runs on"), *range(400, 430)]
+    engine.add(ScriptedRequest("again", tokens, 1))
+    engine.run()
+    assert engine.answers["again"] == [expected(tokens, 1)] != [wrong]
     engine.close()
 
 

@@ -1,0 +1,24 @@
+"""One request's part in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lwkv.integrations.vllm.tracked import Tracked
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """What a step does for a request.
+
+    Attributes:
+        begin, computed, in_place: tokens in place before the step, with those that it loads, and after it.
+        blocks: gives vLLM's blocks of the request in this step.
+    """
+
+    tracked: Tracked
+    begin: int
+    computed: int
+    in_place: int
+    blocks: Callable[[], Sequence[int]]
