@@ -151,14 +151,15 @@ class Engine:
         assert stats["page_references"] == stats["chunks"] * engine.num_layers
 
     def close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
         self.llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         del self.llm
         gc.collect()
-        cleanup_dist_env_and_memory()
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 @contextmanager
