@@ -110,8 +110,7 @@ def _plain_valkey(url: str, slab: torch.Tensor) -> PlainRemote:
         def work(names: list[str], pages: Sequence[torch.Tensor]) -> None:
             client = idle.pop()
             for name, page in zip(names, pages, strict=True):
-                array: Any = page.numpy()
-                call(client, name, memoryview(array))
+                call(client, name, page.numpy().data)
             idle.append(client)
 
         return work

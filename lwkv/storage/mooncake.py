@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from lwkv.storage.mooncake_client import (
     NOT_FOUND,
     NOT_READY,
     REASONS,
+    TRANSFER_FAILED,
     WRONG_BYTES,
     WRONG_SIZE,
     MooncakeStore,
@@ -161,9 +161,19 @@ def _read(client: MooncakeStore, keys: Sequence[LayerKey], pages: Sequence[torch
     ends = client.get([_name(key) for key in keys], pages)
     _require_master([code for code, _ in ends])
     return [
-        WRONG_BYTES if code > 0 and seal != _seal(key, page) else code
+        _verified(client, key, page, code, seal)
         for key, page, (code, seal) in zip(keys, pages, ends, strict=True)
     ]
+
+
+def _verified(client: MooncakeStore, key: LayerKey, page: torch.Tensor, code: int, seal: bytes) -> int:
+    num_bytes = page.nbytes + MOST_SEAL_BYTES
+    if code >= 0:
+        return code if code == num_bytes and seal == _seal(key, page) else WRONG_BYTES
+    # An object of another size is not told from a node that fails.
+    if code == TRANSFER_FAILED and client.size(_name(key)) not in (None, num_bytes):
+        return WRONG_SIZE
+    return code
 
 
 def _require_master(codes: Sequence[int]) -> None:
@@ -176,5 +186,4 @@ def _name(key: LayerKey) -> str:
 
 
 def _seal(key: LayerKey, page: torch.Tensor) -> bytes:
-    array: Any = page.numpy()
-    return seal_of(key, memoryview(array)).ljust(MOST_SEAL_BYTES, b"\0")
+    return seal_of(key, page.numpy().data).ljust(MOST_SEAL_BYTES, b"\0")

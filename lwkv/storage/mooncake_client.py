@@ -20,6 +20,7 @@ OPTIONS = ("metadata", "protocol", "devices", "local", "segment_gib", "replicas"
 NOT_READY = -703
 NOT_FOUND = -704
 WRONG_SIZE = -600
+TRANSFER_FAILED = -800
 NO_MASTER = -900
 WRONG_BYTES = -1
 """Not the client's own: what came is not what was put."""
@@ -30,7 +31,7 @@ REASONS = {
     NOT_FOUND: "vanished",
     -200: "no_space",
     -707: "lease_expired",
-    -800: "transfer_failed",
+    TRANSFER_FAILED: "transfer_failed",
     NO_MASTER: "no_master",
 }
 """What the codes below 0 mean, in the words of counters."""
@@ -169,6 +170,8 @@ class MooncakeStore:
     def get(self, names: Sequence[str], pages: Sequence[torch.Tensor]) -> list[tuple[int, bytes]]:
         """Read objects into pages; the code of each, above 0 where it is there, and the seal that came."""
         seals = self._take_seals(len(names))
+        for seal in seals:
+            seal.zero_()
         codes = self._store.batch_get_into_multi_buffers(list(names), *self._places(pages, seals))
         return [(code, seal.numpy().tobytes()) for code, seal in zip(codes, seals, strict=True)]
 
@@ -196,6 +199,11 @@ class MooncakeStore:
         """1 for an object that is there, 0 for one that is not; those that are stay for the lease's time."""
         codes: list[int] = self._store.batch_is_exist(list(names))
         return codes
+
+    def size(self, name: str) -> int | None:
+        """The bytes of an object; None where that is not known."""
+        found = int(self._store.get_size(name))
+        return None if found < 0 else found
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects, whoever reads them now."""

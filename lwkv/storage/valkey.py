@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -113,7 +113,7 @@ class ValkeyTier:
                 if time.monotonic() >= end:
                     break
                 server = self._shards.server_of(key.chunk.to_string())
-                asked = partial(call, client, key, _bytes_of(page))
+                asked = partial(call, client, key, page.numpy().data)
                 statuses[i] = self._ask(server, asked) or Status.ERROR
         return statuses
 
@@ -170,8 +170,3 @@ def _names(key: LayerKey) -> tuple[str, str]:
 
 def _page_name(tag: str, layer: int) -> str:
     return f"lwkv:{{{tag}}}:{layer}"
-
-
-def _bytes_of(page: torch.Tensor) -> memoryview:
-    array: Any = page.numpy()
-    return memoryview(array)
