@@ -105,7 +105,8 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
             f"max_local_disk_size holds {limit} bytes, but one chunk needs {form.file_bytes}: raise it"
         )
     try:
-        folder = Folder(path, limit, reads_directly(path), setup.counters)
+        direct, timeout_s = reads_directly(path), setup.config.load_timeout_s
+        folder = Folder(path, limit, direct, setup.counters, timeout_s=timeout_s)
     except OSError as error:
         raise _unusable(path, error) from error
     log.info("tier disk: %s has %d files; %s", path, folder.num_files, _way(folder.direct))

@@ -33,8 +33,8 @@ class DiskRig:
         self.counters = Counters()
         self._tiers: list[DiskTier] = []
 
-    def open(self, room: int | None = None) -> DiskTier:
-        tier = open_disk(self.folder, room or self.room, self.counters)
+    def open(self, room: int | None = None, **settings: object) -> DiskTier:
+        tier = open_disk(self.folder, room or self.room, self.counters, **settings)
         self._tiers.append(tier)
         return tier
 
@@ -61,11 +61,11 @@ class DiskRig:
             tier.close()
 
 
-def open_disk(folder: Path, room: int, counters: Counters | None = None) -> DiskTier:
+def open_disk(folder: Path, room: int, counters: Counters | None = None, **settings: object) -> DiskTier:
     """Open a tier with room for `room` chunks of the tests."""
     setup = replace(make_setup(PAGE_BYTES, NUM_LAYERS), counters=counters or Counters())
     size = (room * FORM.file_bytes + 1) / _GIB
-    tier = open_only(setup, local_disk=str(folder), max_local_disk_size=size)
+    tier = open_only(setup, local_disk=str(folder), max_local_disk_size=size, **settings)
     assert isinstance(tier, DiskTier)
     return tier
 

@@ -447,30 +447,24 @@ def test_a_folder_that_vanishes_is_missing_and_comes_back(rig: DiskRig) -> None:
     assert rig.is_whole(tier, key(2))
 
 
-def test_a_process_that_stands_still_with_the_lock_stops_no_reader(
-    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = rig.open()
-    store(tier, key(1))
-    monkeypatch.setattr(tier._folder, "_timeout_s", 0.01)
+def test_a_process_that_stands_still_with_the_lock_stops_no_reader(rig: DiskRig) -> None:
+    tier = rig.open(load_timeout_s=0.01)
+    store(rig.open(), key(1))
     with locked(str(rig.folder), 1):
         assert tier.contains(keys(1), 1) == [True]
         assert rig.is_whole(tier, key(1))
         assert tier.gauges()["used_bytes"] == FORM.file_bytes
         with pytest.raises(TimeoutError, match="another process has held"):
             put(tier, key(2), [1])
-    store(tier, key(2))
+    store(rig.open(), key(2))
 
 
-def test_a_lock_that_is_held_at_the_start_is_no_reason_not_to_start(
-    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_held_at_the_start_is_no_reason_not_to_start(rig: DiskRig) -> None:
     store(rig.open(), key(1))
-    monkeypatch.setattr(disk_folder.Folder.__init__, "__defaults__", (disk_folder.time.time, 0.01))
     with locked(str(rig.folder), 1):
-        tier = rig.open()
+        tier = rig.open(load_timeout_s=0.01)
         assert rig.is_whole(tier, key(1))
-    store(tier, key(2))
+    store(rig.open(), key(2))
     assert rig.used() == 2 * FORM.file_bytes
 
 
