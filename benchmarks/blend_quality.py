@@ -1,6 +1,6 @@
-"""How near blends come to full prefill: needles and facts of two hops, many of each, with a real model.
+"""How near blends come to full prefill: needles, look-alikes and facts of two hops, with a real model.
 
-Run as `python -m lwkv.benchmarks.blend_quality --tasks 24`. It takes about a minute of one core a task.
+Run as `python -m lwkv.benchmarks.blend_quality --tasks 24`. A task takes about half a minute of one core.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from statistics import median
 import numpy as np
 import torch
 
-from lwkv.benchmarks.blend_tasks import needle, two_hops
+from lwkv.benchmarks.blend_tasks import look_alikes, needle, two_hops
 from lwkv.benchmarks.findings import table
 from lwkv.blend import Deviation, FirstTokens, NoTokens, QueryAttention, RandomTokens, Selector
 from lwkv.demo.arguments import add_model_arguments, load_chosen
 from lwkv.demo.blend_trial import Task, Trial
 from lwkv.platforms import detect_platform
 
-KINDS: Mapping[str, Callable[[int], Task]] = {"needles": needle, "two hops": two_hops}
+KINDS: Mapping[str, Callable[[int], Task]] = {
+    "needles": needle,
+    "look-alikes": look_alikes,
+    "two hops": two_hops,
+}
 NUM_ANSWER, LONGEST = 8, 1600
 
 

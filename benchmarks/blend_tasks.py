@@ -11,6 +11,7 @@ from lwkv.reference import read_document
 
 _COLOURS = ("red", "blue", "green", "amber", "violet", "silver", "black", "white", "copper", "golden")
 _THINGS = ("box", "locker", "gate", "safe", "cabinet", "vault", "trunk", "depot", "archive", "tower")
+_NAMES = [f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS]
 _FIRST = ("Mara", "Jonas", "Ilse", "Tobin", "Petra", "Anders", "Livia", "Ronan", "Greta", "Casper")
 _LAST = ("Lindt", "Harrow", "Vesely", "Okafor", "Brandt", "Moreau", "Silva", "Tanaka", "Novak", "Quill")
 _PLACES = ("Corvin", "Ashdown", "Merrow", "Tarn", "Holloway", "Briar", "Fenwick", "Larkin", "Oswin", "Pell")
@@ -45,21 +46,36 @@ class _Fillers:
         return " ".join(sentences)
 
 
-def needle(seed: int, num_documents: int = 5, num_fillers: int = 4) -> Task:
-    """Two codes in every document, one of which is asked for."""
+def needle(seed: int, num_documents: int = 5, num_fillers: int = 5) -> Task:
+    """A code in one of the documents; nothing like it is in the others."""
     draw = Random(f"needle {seed}")
-    names = draw.sample([f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS], 2 * num_documents)
-    codes = {name: str(draw.randrange(10000, 100000)) for name in names}
-    facts = [f"The code of the {name} is {code}." for name, code in codes.items()]
-    fillers = _Fillers(draw)
+    name, code = draw.choice(_NAMES), _code(draw)
+    fillers, holder = _Fillers(draw), draw.randrange(num_documents)
+    facts = [[_says(name, code)] if number == holder else [] for number in range(num_documents)]
+    documents = [fillers.document(draw, part, num_fillers) for part in facts]
+    return _asked_for(name, code, documents)
+
+
+def look_alikes(seed: int, num_documents: int = 5, num_fillers: int = 4) -> Task:
+    """Two codes in every document, one of which is asked for."""
+    draw = Random(f"look-alikes {seed}")
+    codes = {name: _code(draw) for name in draw.sample(_NAMES, 2 * num_documents)}
+    facts, fillers = [_says(*item) for item in codes.items()], _Fillers(draw)
     documents = [fillers.document(draw, facts[i : i + 2], num_fillers) for i in range(0, len(facts), 2)]
-    asked = draw.choice(names)
-    return Task(
-        tuple(documents),
-        f"What is the code of the {asked}?",
-        f"The code of the {asked} is",
-        codes[asked],
-    )
+    name = draw.choice(list(codes))
+    return _asked_for(name, codes[name], documents)
+
+
+def _code(draw: Random) -> str:
+    return str(draw.randrange(10_000, 100_000))
+
+
+def _says(name: str, code: str) -> str:
+    return f"The code of the {name} is {code}."
+
+
+def _asked_for(name: str, code: str, documents: Sequence[str]) -> Task:
+    return Task(tuple(documents), f"What is the code of the {name}?", f"The code of the {name} is", code)
 
 
 def two_hops(seed: int, num_documents: int = 5, num_fillers: int = 4) -> Task:
