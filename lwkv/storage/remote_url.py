@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RemoteURL:
-    """A remote tier's address, taken apart. The password is in no text made of it."""
+    """A remote tier's address, taken apart. User and password are in no text made of it."""
 
     scheme: str
     hosts: tuple[tuple[str, int], ...]
     path: str
     options: Mapping[str, str]
-    user: str | None = None
+    user: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -37,6 +37,8 @@ def open_tier(url: str, setup: TierSetup) -> ValkeyTier:
         tier.connect()
     except ConnectionError as error:
         log.warning("tier valkey: %s; every chunk is a miss there until it answers", error)
+    except RefusedError as error:
+        raise address.url.refuse(f"{error}") from None
     return tier
 
 
@@ -158,7 +160,10 @@ class ValkeyTier:
 
     def _new_client(self) -> ValkeyClient:
         client = self._connect()
-        self._shards.replace(client.shards())
+        with ExitStack() as undo:
+            undo.callback(client.close)
+            self._shards.replace(client.shards())
+            undo.pop_all()
         return client
 
 

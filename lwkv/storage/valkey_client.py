@@ -15,7 +15,8 @@ from lwkv.storage.shards import Shard
 DEFAULT_PORT = 6379
 OPTIONS = ("cluster", "timeout_s", "connect_timeout_s", "ca", "cert", "key")
 _TLS = ("valkeys", "rediss")
-_WRONG_LOGIN = ("WRONGPASS", "NOAUTH", "NOPERM")
+_WRONG_LOGIN = ("WRONGPASS", "NOAUTH")
+_NOT_ALLOWED = ("NOPERM", "PermissionDenied")
 
 
 class RefusedError(RuntimeError):
@@ -81,6 +82,8 @@ def connect(address: ValkeyAddress) -> ValkeyClient:
                 "the server refuses user and password; give them in the URL or as LWKV_REMOTE_USER and "
                 "LWKV_REMOTE_PASSWORD"
             ) from None
+        if any(word in told for word in _NOT_ALLOWED):
+            raise address.url.refuse("the server does not allow the user what docs/remote.md lists") from None
         raise ConnectionError(f"{address.url} cannot be reached: {told}") from None
 
 

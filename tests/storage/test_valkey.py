@@ -201,6 +201,28 @@ def test_a_wrong_login_is_refused_at_the_start_and_not_shown(
         assert not any(word in told for word in ("guess", "nobody", SECRET, "s3cret"))
 
 
+RIGHTS = "~lwkv:* +mget +mset +strlen +touch +unlink +info +client|setname"  # as in docs/remote.md
+
+
+def test_a_user_with_few_rights_is_enough(redis: Server) -> None:
+    tell(redis, "ACL", "SETUSER", "lwkv", "reset", "on", ">word", *RIGHTS.split())
+    place = open_place(redis, "redis://lwkv:word@127.0.0.1:{port}")
+    place.store(1)
+    assert (place.there(1, 2), place.load(1)) == ([True, False], [ALL])
+    place.tell("SET", name_of(1, 1), "")
+    assert place.load(1) == [[Status.OK, LOST, Status.OK]]
+    place.tier.close()
+
+
+def test_a_user_who_may_not_write_can_still_read(redis: Server, place: OnServer) -> None:
+    tell(redis, "ACL", "SETUSER", "reader", "reset", "on", ">word", *RIGHTS.replace("+mset", "").split())
+    reader = open_place(redis, "redis://reader:word@127.0.0.1:{port}")
+    with pytest.raises(RuntimeError, match=r"no permissions|NOPERM"):
+        reader.put(3)
+    assert reader.load(1) == [ALL]
+    reader.tier.close()
+
+
 def test_a_server_that_is_not_there_yet_is_told_of_once_and_used_as_soon_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

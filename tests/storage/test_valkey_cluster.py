@@ -11,6 +11,7 @@ from storage.rig import key
 from storage.servers import Server, join_cluster, redis_cluster, running, tell, valkey_program, wait_until
 
 from lwkv.config import Config
+from lwkv.errors import ConfigError
 from lwkv.storage import Status
 from lwkv.storage.valkey import ValkeyTier, examine
 
@@ -95,6 +96,14 @@ def test_a_cluster_that_is_gone_as_a_whole_is_an_error_of_the_tier(cluster: Clus
         for server in cluster.servers:
             server.thaw()
     wait_until(lambda: all(map(cluster.serves, NUMBERS)), "the cluster to serve again", LONG_S)
+
+
+def test_a_user_who_may_not_see_the_cluster_is_refused_at_the_start(servers: list[Server]) -> None:
+    for server in servers:
+        tell(server, "ACL", "SETUSER", "guest", "on", ">guess", "~*", "+@all", "-cluster|slots")
+    with pytest.raises(ConfigError, match="does not allow the user") as refused:
+        Place(f"valkey://guest:guess@127.0.0.1:{servers[0].port}?cluster=true")
+    assert "guess" not in str(refused.value)
 
 
 def test_the_doctor_is_told_which_shards_there_are(cluster: Cluster) -> None:
