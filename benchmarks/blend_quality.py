@@ -62,7 +62,7 @@ def ways(num_layers: int) -> list[Way]:
         ("first of each, 15 %", FirstTokens, 0.15),
         ("deviation of V, 15 %", Deviation, 0.15),
         ("deviation of K, 15 %", lambda: Deviation("k"), 0.15),
-        ("gradual, 15 %", lambda: Deviation("v", (1, 3, 5), (0.25, 0.2, 0.15)), 0.15),
+        ("gradual, 15 %", lambda: Deviation("v", (1, 2), (0.25, 0.15)), 0.15),
         ("deviation of V, 30 %", Deviation, 0.3),
         ("query, 5 %", query, 0.05),
         ("query, 15 %", query, 0.15),
