@@ -73,7 +73,8 @@ class Bed:
         return np.arange(self.num_tokens, dtype=np.int64) + next(self._numbers) * self.num_tokens
 
     def fill(self) -> None:
-        """Write random bytes to all caches."""
+        """Write random bytes to all caches, behind what the start of the engine queued."""
+        self.platform.synchronize_device(self.device)
         for memory in self._memory:
             memory.view(torch.uint8).random_(0, 256)
 
