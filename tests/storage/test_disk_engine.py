@@ -128,7 +128,6 @@ def test_a_disk_that_hangs_does_not_keep_the_engine(
         monkeypatch.setattr(DiskReader, "read", hang)
         assert engine.lookup(TOKENS) == 40
         assert not engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).any()
-        assert engine.lookup(TOKENS) == 0, "it is left alone while it hangs"
         going_on.set()
         require_rest(engine)
         assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
