@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -13,8 +12,6 @@ from lwkv.keys import ChunkKey
 from lwkv.pool import HostPool
 from lwkv.storage.guard import Guard
 from lwkv.storage.host import Chunk
-
-log = logging.getLogger(__name__)
 
 Debt = tuple[Sequence[Guard], ChunkKey, Chunk]
 
@@ -72,6 +69,7 @@ class LowerTiers:
 
     def close(self, timeout_s: float) -> bool:
         """Copy what is not copied yet, then close all; False if that took longer than `timeout_s` seconds."""
+        self._write_back = False  # what comes from now on is refused by the tiers, and kept by nobody
         self.settle()
         deadline = time.monotonic() + timeout_s
         ended = [guard.close(deadline - time.monotonic()) for guard in self.guards]

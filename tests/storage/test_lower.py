@@ -85,6 +85,15 @@ def test_close_gives_everything_back_though_nothing_can_be_written(tier: FaultyT
     assert (have(tier, 1, 2, 3), rig.pool.references) == ([], 0)
 
 
+def test_what_is_committed_after_close_is_kept_by_nobody(tier: FaultyTier) -> None:
+    rig = Rig(8, [tier], write_back=True)
+    write = rig.begin(1)
+    assert write is not None
+    rig.manager.close(LONG_S)
+    write.commit()
+    assert (have(tier, 1), rig.pool.references) == ([], 0)
+
+
 def test_a_chunk_that_was_written_in_vain_can_go(make_rig: MakeRig, tier: FaultyTier) -> None:
     rig = make_rig(tier, num_chunks=2, write_back=True)
     tier.faults["put"] = Fault(error=OSError("full"))
