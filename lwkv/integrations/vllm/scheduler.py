@@ -156,6 +156,8 @@ class SchedulerSide:
             tracked.blocks = []
         tracked.blocks += blocks[0] if blocks else ()
         in_place = computed + int(output.num_scheduled_tokens.get(request_id, 0))
+        if tracked.is_settled(computed, self._storable(tracked, in_place)) and not self._stale:
+            return
         state = getattr(output, "kv_connector_block_state", None)
         begin = computed - tracked.to_load
         yield Scheduled(tracked, begin, computed, in_place, partial(self._blocks, tracked, state, computed))
@@ -185,15 +187,19 @@ class SchedulerSide:
         return move
 
     def _to_store(self, item: Scheduled) -> Span | None:
-        tracked, request = item.tracked, item.tracked.request
-        # What comes after the known tokens are drafts, or ids that are still being sampled.
-        in_place = min(item.in_place, int(request.num_tokens))
+        tracked = item.tracked
         if self._num_ranks > 1 and self._last_load > self._acknowledged:
             tracked.sound = min(tracked.sound, item.computed)
         else:
-            tracked.sound = in_place
-        if not self._config.save_decode_cache:
-            in_place = min(in_place, int(request.num_prompt_tokens))
+            tracked.sound = item.in_place
+        in_place = min(self._storable(tracked, item.in_place), tracked.sound)
         if tracked.spoiled_from is not None:
             in_place = min(in_place, tracked.spoiled_from)
-        return tracked.store(self.index, item.computed, min(in_place, tracked.sound))
+        return tracked.store(self.index, item.computed, in_place)
+
+    def _storable(self, tracked: Tracked, in_place: int) -> int:
+        """Those of the first `in_place` tokens that are to be stored at all."""
+        if self._config.save_decode_cache:
+            # What comes after the known tokens are drafts, or ids that are still being sampled.
+            return min(in_place, int(tracked.request.num_tokens))
+        return min(in_place, int(tracked.request.num_prompt_tokens))

@@ -19,6 +19,9 @@ class StaleBlocks:
         self._block_size = block_size
         self._blocks: set[int] = set()
 
+    def __len__(self) -> int:
+        return len(self._blocks)
+
     def add(self, blocks: Set[int]) -> None:
         """Learn which loads failed."""
         self._blocks |= blocks

@@ -55,20 +55,22 @@ class Tracked:
         """For each rank the keys of all chunks of the first `num_tokens` tokens, and maybe of more."""
         if self._lacks(num_tokens) or not self._keys:
             self._ids = token_ids(self.request, num_tokens)
-            self._keys = index.keys(self._ids[: int(self._ends(num_tokens)[-1])], self.salts)
+            self._keys = index.keys(self._ids[: self._in_chunks(num_tokens)], self.salts)
         return self._keys
 
     def hit(self, index: ChunkIndex, block_size: int) -> int:
         """Leading tokens that can be loaded: whole blocks, and never all tokens: one must be computed."""
         num_tokens = int(self.request.num_tokens)
-        cached = int(self._ends(num_tokens)[index.prefix(self.keys(index, num_tokens))])
-        usable = min(cached, num_tokens - 1)
+        cached = index.prefix(self.keys(index, num_tokens)) * self.chunking.chunk_size
+        usable = min(cached, self._in_chunks(num_tokens), num_tokens - 1)
         return usable - usable % block_size
 
     def load(self, computed: int) -> Span:
         """What a step has to load, that begins with `computed` tokens in place, the loaded ones included."""
         first, self.to_load = computed - self.to_load, 0
-        return Span(first, computed, self._tokens_to(computed))
+        # The key of the last chunk stands for all of its tokens.
+        whole = computed + -computed % self.chunking.chunk_size
+        return Span(first, computed, min(whole, self._in_chunks(int(self.request.num_tokens))))
 
     def store(self, index: ChunkIndex, computed: int, in_place: int) -> Span | None:
         """The chunks that are whole with `in_place` tokens and not cached; None if there are none.
@@ -77,21 +79,26 @@ class Tracked:
             computed: tokens that were in place before the step. Where they are fewer than at the last step,
                 the request has to compute anew, and what was ordered of it may never have been stored.
         """
+        size = self.chunking.chunk_size
         if in_place < self.request.num_prompt_tokens:
-            in_place -= in_place % self.chunking.chunk_size
-        whole = len(self.chunking.chunk_tokens(in_place))
-        begin = min(self.cared_for, computed // self.chunking.chunk_size)
+            in_place -= in_place % size
+        end = self._in_chunks(in_place)
+        whole = -(-end // size)
+        begin = min(self.cared_for, computed // size)
         self.cared_for = max(begin, whole)
         if whole <= begin:
             return None
-        end = int(self._ends(in_place)[whole])
         keys = self.keys(index, end)
         missing = [chunk for chunk in range(begin, whole) if not index.has(keys, chunk)]
         if not missing:
             return None
-        first, last = missing[0] * self.chunking.chunk_size, missing[-1] + 1
-        end = int(self._ends(in_place)[last])
-        return Span(first, end, end)
+        end = min(end, size * (missing[-1] + 1))
+        return Span(missing[0] * size, end, end)
+
+    def is_settled(self, computed: int, in_place: int) -> bool:
+        """Whether a step from `computed` to `in_place` tokens has nothing to load and nothing new to store."""
+        done = min(self.cared_for, -(-computed // self.chunking.chunk_size)) * self.chunking.chunk_size
+        return not self.to_load and self.spoiled_from is None and done >= self._in_chunks(in_place)
 
     def move(self, span: Span, blocks: Sequence[int]) -> Move:
         """The order to move `span` into or out of `blocks`."""
@@ -100,15 +107,11 @@ class Tracked:
         ids = self._ids[: span.num_tokens]
         return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end)
 
-    def _tokens_to(self, end: int) -> int:
-        """Tokens up to the end of the chunk that token `end` - 1 is in: its key stands for all of them."""
-        ends = self._ends(int(self.request.num_tokens))
-        return int(ends[np.searchsorted(ends, end)])
-
     def _lacks(self, num_tokens: int) -> bool:
         """Whether there are no keys for `num_tokens` tokens yet; the key of a rest is for just its tokens."""
         return len(self._ids) != num_tokens if self.chunking.partial else len(self._ids) < num_tokens
 
-    def _ends(self, num_tokens: int) -> Int64s:
-        """Tokens in front of each chunk, and of all, int64 (chunks + 1,)."""
-        return np.append(0, np.cumsum(self.chunking.chunk_tokens(num_tokens)))
+    def _in_chunks(self, num_tokens: int) -> int:
+        """Those of the first `num_tokens` tokens that are in chunks; of a rest what can be moved."""
+        rest = num_tokens % self.chunking.chunk_size
+        return num_tokens - (rest % self.chunking.unit if self.chunking.partial else rest)
