@@ -96,7 +96,7 @@ class Tracked:
         return Span(missing[0] * size, end, end)
 
     def is_settled(self, computed: int, in_place: int) -> bool:
-        """Whether a step from `computed` to `in_place` tokens has nothing to load and nothing new to store."""
+        """Whether a step from `computed` to `in_place` tokens has nothing to load or to store anew."""
         done = min(self.cared_for, -(-computed // self.chunking.chunk_size)) * self.chunking.chunk_size
         return not self.to_load and self.spoiled_from is None and done >= self._in_chunks(in_place)
 
