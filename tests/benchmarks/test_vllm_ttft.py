@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lwkv.benchmarks.shapes import TINY
+from lwkv.benchmarks.vllm_child import Answer, Prompt
+from lwkv.benchmarks.vllm_ttft import Case, Plan, engine_arguments, faults, table, write_model
+
+
+class Cache:
+    """An engine that remembers prefixes, in the device until it is reset, elsewhere if it has lwkv."""
+
+    def __init__(self, name: str, forgets: bool = False) -> None:
+        self.name = name
+        self.forgets = forgets
+        self.in_gpu: set[int] = set()
+        self.elsewhere: set[int] = set()
+
+    def ask(self, prompt: Prompt) -> Answer:
+        if prompt.reset:
+            self.in_gpu.clear()
+        hit = prompt.prefix_seed in self.in_gpu | self.elsewhere
+        self.in_gpu.add(prompt.prefix_seed)
+        if self.name != "plain" and not self.forgets:
+            self.elsewhere.add(prompt.prefix_seed)
+        return Answer(1.0 if hit else 10.0, prompt.suffix_seed % 7, prompt.prefix if hit else 0)
+
+
+def test_every_engine_answers_the_same_prompts_cold_warm_and_in_gpu_memory() -> None:
+    cases = Plan([64, 128], 16, 3).measure([Cache("plain"), Cache("lwkv")])  # type: ignore[list-item]
+    assert [(case.engine, case.prefix) for case in cases] == [
+        ("plain", 64),
+        ("lwkv", 64),
+        ("plain", 128),
+        ("lwkv", 128),
+    ]
+    for case in cases:
+        assert case.cold_ms == [10.0] * 3
+        assert case.warm_ms == [10.0 if case.engine == "plain" else 1.0] * 3
+        assert case.in_gpu_ms == [1.0] * 3
+    assert faults(cases) == []
+
+
+def test_tokens_that_did_not_come_from_the_cache_are_a_fault() -> None:
+    cases = Plan([64], 16, 1).measure([Cache("plain"), Cache("lwkv", forgets=True)])  # type: ignore[list-item]
+    assert faults(cases)[0] == "lwkv, prefix 64, warm: 0 of 64 tokens came from a cache"
+
+
+def test_other_first_tokens_than_those_without_a_connector_are_a_fault() -> None:
+    cases = [Case("plain", 64, tokens=[1, 2]), Case("lwkv", 64, tokens=[1, 3])]
+    assert faults(cases) == ["lwkv, prefix 64: first tokens differ from those of plain"]
+
+
+def test_the_table_has_medians_and_the_cold_time_over_that_without_a_connector() -> None:
+    cases = [
+        Case("plain", 64, [100.0, 200.0, 300.0], [100.0] * 3, [9.0] * 3),
+        Case("lwkv", 64, [110.0, 202.0, 303.0], [11.0, 12.0, 10.0], [9.0] * 3),
+    ]
+    assert table(cases).splitlines()[-1] == "| 64 | lwkv | 202.0 | 1.010 | 11.0 | 9.0 |"
+
+
+def test_a_prompt_is_its_prefix_and_its_suffix_from_their_seeds() -> None:
+    one, other = (Prompt(8, 1, 4, seed, True).tokens(100) for seed in (2, 3))
+    assert len(one) == 12
+    assert one[:8] == other[:8]
+    assert one[8:] != other[8:]
+
+
+def test_engines_differ_in_their_connector_alone(tmp_path: Path) -> None:
+    plan = Plan([64], 16, 1)
+    plain, lwkv, native = (
+        engine_arguments(name, tmp_path, TINY, plan, 2.0) for name in ("plain", "lwkv", "native")
+    )
+    assert lwkv.pop("kv_transfer_config")["kv_connector"] == "LWKVConnector"
+    assert native.pop("kv_offloading_size") == 2.0
+    assert plain == lwkv == native
+    write_model(tmp_path, TINY, 80)
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == TINY.num_layers
