@@ -7,10 +7,13 @@ small buffer that is.
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -21,6 +24,9 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST_VECTORS = 512
+_Buffer = mmap.mmap | memoryview
+_Call = Callable[[int, Sequence[_Buffer], int], int]
+log = logging.getLogger(__name__)
 OWNER_ONLY = 0o600
 
 
@@ -74,7 +80,7 @@ def read_pages(file: int, pages: Sequence[torch.Tensor], offset: int) -> None:
     vectors = _vectors(pages)
     for views, start in _calls(vectors.views, offset):
         wanted = sum(map(len, views))
-        if os.preadv(file, views, start) != wanted and not _read_on(file, views, start):
+        if _move(os.preadv, file, views, start) != wanted and not _read_on(file, views, start):
             raise BadFileError("truncated", "it ends within its layers")
     for page, stand_in in vectors.stand_ins:
         page[:] = stand_in
@@ -83,7 +89,7 @@ def read_pages(file: int, pages: Sequence[torch.Tensor], offset: int) -> None:
 def read_bytes(file: int, num_bytes: int) -> bytes:
     """The first bytes of a file, fewer where it ends; `num_bytes` is a multiple of 4096. Raises OSError."""
     with mmap.mmap(-1, num_bytes) as memory:
-        got = os.preadv(file, [memory], 0)
+        got = _move(os.preadv, file, [memory], 0)
         return memory[:got]
 
 
@@ -106,6 +112,24 @@ def write_bytes(file: int, data: bytes) -> None:
 def bytes_of(page: torch.Tensor) -> memoryview:
     """The memory of a page, uint8 (bytes,), on the host."""
     return page.numpy().data
+
+
+def _move(call: _Call, file: int, views: Sequence[_Buffer], offset: int) -> int:
+    """Read or write, through the page cache where this memory cannot be read or written directly."""
+    try:
+        return call(file, views, offset)
+    except OSError as error:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        if error.errno not in (errno.EFAULT, errno.EINVAL) or not flags & _DIRECT:
+            raise
+        _tell_of_refusal(str(error))
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+        return call(file, views, offset)
+
+
+@cache
+def _tell_of_refusal(reason: str) -> None:
+    log.warning("tier disk: pages are moved through the page cache, O_DIRECT does not take them: %s", reason)
 
 
 def _vectors(pages: Sequence[torch.Tensor]) -> _Vectors:
@@ -136,8 +160,8 @@ def _read_on(file: int, views: list[memoryview], offset: int) -> bool:
     for view in views:
         done = 0
         while done < len(view):
-            got = os.preadv(file, [view[done:]], offset + done)
-            if got <= 0:
+            got = _move(os.preadv, file, [view[done:]], offset + done)
+            if got <= 0 or got % ALIGNMENT:  # the file ends
                 return False
             done += got
         offset += len(view)
@@ -146,7 +170,7 @@ def _read_on(file: int, views: list[memoryview], offset: int) -> bool:
 
 def _write_all(file: int, views: list[memoryview], offset: int) -> None:
     while views:
-        written = os.pwritev(file, views, offset)
+        written = _move(os.pwritev, file, views, offset)
         offset += written
         while views and written >= len(views[0]):
             written -= len(views[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from storage.rig import NUM_LAYERS, PAGE_BYTES, key, keys
 from storage.tier_calls import layer_keys, load, put, store
 
 from lwkv.errors import ConfigError
-from lwkv.storage import Status, disk, disk_folder, disk_reader, disk_uses, disk_writer
+from lwkv.storage import Status, disk, disk_folder, disk_io, disk_reader, disk_uses, disk_writer
 from lwkv.storage.disk_lock import locked
 
 ALL_LAYERS = range(NUM_LAYERS)
@@ -409,6 +411,28 @@ def test_a_write_that_breaks_off_leaves_nothing(
     assert (rig.names(), rig.used(), tier.contains(keys(1), 1)) == ([], 0, [False])
     store(tier, key(1))
     assert rig.is_whole(tier, key(1))
+
+
+@pytest.mark.parametrize("number", [errno.EFAULT, errno.EINVAL])
+def test_memory_that_o_direct_does_not_take_goes_through_the_page_cache(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    tier, is_direct = rig.open(), disk_io.reads_directly(str(rig.folder))
+    disk_io._tell_of_refusal.cache_clear()
+    for name in ("preadv", "pwritev"):
+        call = getattr(os, name)
+
+        def refuse(file: int, *arguments: Any, call: Any = call) -> int:
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(number, os.strerror(number))
+            return int(call(file, *arguments))
+
+        monkeypatch.setattr(os, name, refuse)
+    store(tier, *keys(1, 2))
+    assert rig.is_whole(tier, key(2))
+    told = [message for message in caplog.messages if "O_DIRECT does not take them" in message]
+    assert len(told) == is_direct
+    assert all(message.endswith(f"[Errno {number}] {os.strerror(number)}") for message in told)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
