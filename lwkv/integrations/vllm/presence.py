@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from lwkv.keys import ChunkKey
 from lwkv.storage import StorageManager
@@ -27,9 +27,10 @@ class Presence:
     def dropped(self, keys: Sequence[ChunkKey]) -> None:
         self._changes.append((False, keys))
 
-    def is_on_its_way(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether one of `keys` was told as kept and may not have arrived yet."""
-        return not self._on_its_way.isdisjoint(keys)
+    @property
+    def on_its_way(self) -> Set[ChunkKey]:
+        """Chunks that were told as kept and may not have arrived yet."""
+        return self._on_its_way
 
     def changes(self, accepted: Sequence[ChunkKey]) -> tuple[list[bytes], list[bytes]]:
         """Hashes of chunks that came, and of those that went, since the last call.

@@ -153,7 +153,8 @@ class WorkerSide:
 
     def _wait_for_stores(self) -> None:
         """Let chunks arrive in host memory that the scheduler was told of ahead."""
-        if self._presence.is_on_its_way([key for move in self._orders.loads for key in self._keys(move)]):
+        coming = self._presence.on_its_way
+        if coming and any(not coming.isdisjoint(self._keys(move)) for move in self._orders.loads):
             self.engine.parts().completions.wait_idle(self.engine.config.load_timeout_s)
 
     def _end_loads(self) -> None:

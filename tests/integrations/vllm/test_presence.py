@@ -26,11 +26,10 @@ def test_a_chunk_is_told_of_ahead_and_is_on_its_way_until_it_has_arrived(rig: Ri
     write = rig.begin(1, 2)
     assert write is not None
     assert presence.changes(keys(1, 2, 3)) == (hashes(1, 2), hashes(3))
-    assert presence.is_on_its_way(keys(2))
-    assert not presence.is_on_its_way(keys(3))
+    assert presence.on_its_way == set(keys(1, 2))
     write.commit()
     assert presence.changes([]) == (hashes(1, 2), [])
-    assert not presence.is_on_its_way(keys(1, 2))
+    assert not presence.on_its_way
 
 
 def test_a_chunk_that_was_told_of_and_never_arrives_is_taken_back(rig: Rig) -> None:
