@@ -105,13 +105,17 @@ class Guard:
         """
         deadline = time.monotonic() + timeout_s
         ended = [calls.close(deadline - time.monotonic()) for calls in self._calls]
-        self._end.submit(self._tier.close)
+        self._end.submit(self._end_tier)
         closed = self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)
-        if closed:
-            self._quarantine.end()
-        else:
+        if not closed:
             log.warning("tier %s did not end within the time given to close", self._tier.name)
         return closed
+
+    def _end_tier(self) -> None:
+        # Never beside another call, however long that takes: clients may break then, and the process with them.
+        self.wait_idle(float("inf"))
+        self._tier.close()
+        self._quarantine.end()
 
     def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._quarantine.let_go()

@@ -282,6 +282,21 @@ def test_writes_under_way_end_before_their_tier_is_closed() -> None:
     assert len(tier.pages) == 3 * NUM_LAYERS
 
 
+def test_a_tier_is_never_closed_beside_another_call(tier: FaultyTier) -> None:
+    rig = Rig(8, [tier])
+    rig.put_below(tier, 1)
+    hanging_get = tier.faults["get"] = hanging()
+    hold = rig.hold(1)
+    rig.manager.layerwise_batched_get(hold, [0])
+    assert hanging_get.entered.wait(LONG_S)
+    assert not rig.manager.close(0)
+    assert tier.calls_of("close") == []
+    hold.release()
+    tier.end_faults()
+    assert rig.manager.close(LONG_S)
+    assert tier.calls_of("close") == [[]]
+
+
 def test_after_close_loads_are_missing_stores_leave_nothing_and_nothing_hangs() -> None:
     tier = FaultyTier()
     rig = Rig(8, [tier])

@@ -24,6 +24,7 @@ from storage.servers import (
 )
 
 from lwkv.engine import CacheEngine
+from lwkv.errors import ClosedError
 from lwkv.platforms import Platform
 from lwkv.workers import Workers
 
@@ -108,7 +109,7 @@ def bed(store: Store, platform: Platform, device: torch.device) -> Iterator[Bed]
         CHUNK, remote_url=store.url, local_cpu=False, load_timeout_s=2.0, prefetch_layers=0
     )
     yield Bed(oracle, engine)
-    engine.close()
+    engine.close(LONG_S)
     assert engine.stats()["page_references"] == 0
 
 
@@ -130,3 +131,16 @@ def test_a_server_that_fails_in_the_middle_of_a_load_costs_only_what_it_had(
 
     # On a thread of its own, so that a call that hangs fails this test and does not end all.
     Workers("test", 1).submit(go_through_it).result(2 * LONG_S)
+
+
+def test_closing_does_not_wait_for_a_server_that_hangs(store: Store, bed: Bed) -> None:
+    known = bed.store()
+    store.victim.freeze()
+    try:
+        bed.store(flush_s=0)
+        closed = Workers("test", 1).submit(partial(bed.engine.close, 0.1))
+        closed.result(LONG_S)
+        with pytest.raises(ClosedError):
+            bed.load(known)
+    finally:
+        store.victim.thaw()
