@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -137,6 +140,34 @@ def test_what_is_computed_twice_is_loaded_the_second_time() -> None:
         engine.add(ScriptedRequest(name, tokens, 3))
         engine.run()
         assert engine.loaded == hits
+    assert engine.answers["cold"] == engine.answers["warm"]
+    engine.close()
+
+
+def test_a_load_waits_for_the_store_of_its_chunks_that_is_under_way() -> None:
+    engine = Scripted(6, own_cache=False, budget=64)
+    parts = engine.ranks[0].engine.parts()
+    gate = threading.Event()
+    put, wait_idle = parts.storage.batched_put, parts.completions.wait_idle
+
+    def held(*arguments: Any) -> None:
+        gate.wait()
+        put(*arguments)
+
+    def opens_the_gate(timeout_s: float) -> bool:
+        gate.set()
+        return wait_idle(timeout_s)
+
+    parts.storage.batched_put = held  # type: ignore[method-assign]
+    parts.completions.wait_idle = opens_the_gate  # type: ignore[method-assign]
+    tokens = list(range(50))
+    engine.add(ScriptedRequest("cold", tokens, 1))
+    engine.run()
+    assert len(parts.storage.host) == 0
+    engine.add(ScriptedRequest("warm", tokens, 1))
+    engine.run()
+    assert gate.is_set()
+    assert (engine.loaded, engine.failed) == (48, 0)
     assert engine.answers["cold"] == engine.answers["warm"]
     engine.close()
 
