@@ -112,7 +112,7 @@ class Guard:
         return closed
 
     def _end_tier(self) -> None:
-        # Never beside another call, however long that takes: clients may break then, and the process with them.
+        # Never beside another call, however long that takes: clients may break then, and the process with it.
         self.wait_idle(float("inf"))
         self._tier.close()
         self._quarantine.end()
