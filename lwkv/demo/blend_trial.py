@@ -155,7 +155,7 @@ class Trial:
         if len(self.answer) > 1:
             logits.append(self._forward(self.answer[:-1], len(self.tokens)))
         found = torch.cat(logits).log_softmax(-1)
-        kl = kl_div(found, self._wanted, log_target=True, reduction="none").sum(-1).mean()
+        kl = kl_div(found, self._wanted, log_target=True, reduction="none").sum(-1).mean().clamp_min(0)
         return Outcome(blended, float(kl), wall, process)
 
     def say(self, outcome: Outcome) -> str:
