@@ -57,8 +57,9 @@ class Blender:
 
     Args:
         engine: made with `enable_blending`, on the paged cache of `model`.
-        shared_prefix: token ids that segments are computed behind, as a chat's beginning; dropped afterwards.
-            It takes the attention that a text's first token otherwise draws to itself.
+        shared_prefix: token ids that segments are computed behind and that are then dropped: the beginning of
+            the chats in which they are used, for it takes the attention that a text's first token otherwise
+            draws to itself. Empty for none, which is nearly always worse.
         selector: which reused tokens are computed again; by default as `blend_check_layers` and
             `blend_recompute_ratios` say.
         share: of the reused tokens, the part to compute again, always. By default a LoadingController decides
@@ -75,7 +76,7 @@ class Blender:
         engine: CacheEngine,
         model: BlendModel,
         *,
-        shared_prefix: Sequence[int] = (),
+        shared_prefix: Sequence[int],
         selector: Selector | None = None,
         share: float | None = None,
     ) -> None:

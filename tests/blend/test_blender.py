@@ -268,13 +268,13 @@ def test_a_cache_of_another_model_is_refused(
 ) -> None:
     model = random_model(replace(bench.shape, **other), device=device)
     with pytest.raises(ConfigError, match=r"the model's KV is \(.*the cache's \(4, 2, 10, torch.float32\)"):
-        Blender(bench.engine, ReferenceBlend(model))
+        Blender(bench.engine, ReferenceBlend(model), shared_prefix=())
 
 
 def test_a_cache_in_another_dtype_is_refused(bench: Bench, device: torch.device) -> None:
     model = random_model(bench.shape, device=device, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="in the dtype it computes in"):
-        Blender(bench.engine, ReferenceBlend(model))
+        Blender(bench.engine, ReferenceBlend(model), shared_prefix=())
 
 
 def test_an_engine_without_the_buffer_is_refused(shape: ModelShape, device: torch.device) -> None:

@@ -39,7 +39,7 @@ def test_it_decides_what_is_cut_cached_and_computed(
     model = random_model(replace(shape, max_positions=2000), seed=SEED, device=device)
     cache = PagedCache(model.shape, num_blocks=150, device=device)
     with open_cache_engine(config, model, cache, "tiny") as engine:
-        blender = Blender(engine, ReferenceBlend(model))
+        blender = Blender(engine, ReferenceBlend(model), shared_prefix=(7, 8))
         separator = Separator(encode, config.blend_special_str)
         documents = [some_tokens(count, 10 * number) for number, count in enumerate((300, 256, 40))]
         for document in documents:
