@@ -116,9 +116,10 @@ class BlendPass:
         return self._cache.at(rows.slots), self._model.angles(rows.positions, self._num_positions)
 
     def _project(self, layer: int, hidden: Tensor, angles: Any) -> tuple[Tensor, Tensor, Tensor]:
-        # What was loaded comes first: what is computed here replaces a part of it.
+        projected = self._model.project(layer, hidden, angles)
+        # Before anything is written: what is computed here replaces a part of what is loaded.
         self._wait(layer)
-        return self._model.project(layer, hidden, angles)
+        return projected
 
     def _finish(self, layer: int, rows: Rows, hidden: Tensor, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
         k, v = kv
