@@ -20,6 +20,9 @@ def test_it_tells_every_way_of_every_kind_and_keeps_all_figures(
     assert main(["--model", str(model), "--tasks", "1", "--output", str(tmp_path), "--platform", "cpu"]) == 0
     shown = capsys.readouterr().out
     report = json.loads((tmp_path / "blend_quality.json").read_text())
+    assert report["cost"]["tokens"] > 1500
+    assert report["cost"]["ratio"] > 0
+    assert f"of a prompt of {report['cost']['tokens']} tokens: process time over full" in shown
     for kind in KINDS:
         assert f"{kind}: mean KL divergence from full prefill in nats, 1 tasks" in shown
         assert len(report[kind]) == len(ways(3))
