@@ -23,7 +23,6 @@ from lwkv.transfer import NO_SLOT, Transfer
 
 log = logging.getLogger(__name__)
 
-LAYERS_IN_A_ROW = 8
 
 BeginLoad: TypeAlias = Callable[[Transfer, Int64s | None], Load]
 
@@ -162,7 +161,7 @@ class BatchRetrieval:
         last = self._wanted + ahead
         if self._queued <= last and ahead and self._arrivals.known is not None:
             # The model's own code makes ours slow: several in a row take little more than one.
-            last += LAYERS_IN_A_ROW - 1
+            last += self._connector.layers_in_a_row - 1
         while self._queued <= min(last, self.num_layers - 1) and self._arrivals.are_there(self._queued):
             self._queue_next(load)
 

@@ -36,7 +36,9 @@ PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6)
 class Run:
     """A model with an engine on a virtual clock; layer i's copies take `copies[i]` seconds either way."""
 
-    def __init__(self, copies: Sequence[int], computes: Sequence[int], lookahead: int) -> None:
+    def __init__(
+        self, copies: Sequence[int], computes: Sequence[int], lookahead: int, buffered: bool = False
+    ) -> None:
         self.computes = computes
         self.clock = VirtualClock(self._load_cost, self._save_cost)
         self._copies = copies
@@ -46,7 +48,7 @@ class Run:
         self.oracle = Oracle(self.clock, HOST, dims=Dims(layers=len(copies), blocks=32))
         with self.clock.use_stream(self.compute):
             self.timeline = Timeline(self.clock, HOST)
-            self.engine = self._engine(lookahead)
+            self.engine = self._engine(lookahead, buffered)
             self.oracle.compute(CACHED, run_slots(0, 24))
             self.engine.store(CACHED, slot_mapping=run_slots(0, 24))
             assert self.engine.flush()
@@ -78,9 +80,15 @@ class Run:
             require_rest(self.engine)
             return took, hidden_and_exposed(self.timeline.spans())
 
-    def _engine(self, lookahead: int) -> CacheEngine:
+    def _engine(self, lookahead: int, buffered: bool) -> CacheEngine:
         extra = {"lookahead_layers": lookahead, "staging_bytes": 1 << 16}
-        config = Config(chunk_size=CHUNK, use_layerwise=True, max_local_cpu_size=0.01, extra_config=extra)
+        config = Config(
+            chunk_size=CHUNK,
+            use_layerwise=True,
+            enable_blending=buffered,
+            max_local_cpu_size=0.01,
+            extra_config=extra,
+        )
         hints = {"block_size": self.oracle.dims.block_size}
         form = self.oracle.form.engine
         return CacheEngine.create(
@@ -110,8 +118,10 @@ class Run:
 
 
 @contextmanager
-def opened(copies: Sequence[int], computes: Sequence[int], lookahead: int = 1) -> Iterator[Run]:
-    run = Run(copies, computes, lookahead)
+def opened(
+    copies: Sequence[int], computes: Sequence[int], lookahead: int = 1, buffered: bool = False
+) -> Iterator[Run]:
+    run = Run(copies, computes, lookahead, buffered)
     yield run
     run.engine.close()
 
@@ -127,6 +137,18 @@ def waited(copies: Sequence[int], computes: Sequence[int]) -> int:
     """What a model waits for whose layers arrive one after the other, without a gap."""
     arrived, computed = accumulate(copies), [0, *accumulate(computes)]
     return max(there - done for there, done in zip(arrived, computed[:-1], strict=True))
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 8])
+@pytest.mark.parametrize(("copy", "compute"), [(1, 1), (1, 2), (2, 1)])
+def test_a_model_of_many_layers_waits_for_no_more_than_the_link(
+    copy: int, compute: int, lookahead: int, buffered: bool
+) -> None:
+    copies, computes = [copy] * 24, [compute] * 24
+    with opened(copies, computes, lookahead, buffered) as run:
+        took, _ = run.step()
+    assert took == sum(computes) + waited(copies, computes)
 
 
 @settings(max_examples=60, deadline=None)

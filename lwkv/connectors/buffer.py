@@ -30,6 +30,8 @@ class BufferConnector(PagedConnector):
     """
 
     name = "buffer"
+    # There is room for few layers: what is queued early makes the model wait for those before it.
+    layers_in_a_row = 1
     _rope: Rope | None = None
 
     @property

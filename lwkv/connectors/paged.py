@@ -29,6 +29,8 @@ class PagedConnector(Loader, Saver):
     """
 
     name = "paged"
+    layers_in_a_row = 8
+    """How many layers whose pages are known are queued at once."""
     _running = False
 
     def start(self, pool: HostPool, timeline: Timeline | None = None) -> None:
