@@ -144,8 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="seed of the first task (0)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    named = load_chosen(detect_platform(args.platform), args)
-    trial = Trial(named.model, named.tokenizer, num_answer=NUM_ANSWER, longest=LONGEST)
+    platform = detect_platform(args.platform)
+    named = load_chosen(platform, args)
+    trial = Trial(named.model, named.tokenizer, num_answer=NUM_ANSWER, longest=LONGEST, platform=platform)
     compared = ways(named.model.shape.num_layers)
     report: dict[str, object] = {"model": named.name, "tasks": args.tasks, "first": args.first}
     for kind, make in KINDS.items():
