@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lwkv.blend.controller import Decision, LoadingController, Reason, Work
-from lwkv.blend.forward import BlendPass, LayerHook, no_hook
+from lwkv.blend.forward import BlendPass, no_hook
 from lwkv.blend.model import BlendModel
 from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend
@@ -176,7 +176,7 @@ class Blender:
         """One pass; what it gives may only be used where none of `loads` failed."""
         asked = [load for part in loads for load in part]
         if not asked:
-            return self._pass([lay_out(prompt, (), ()) for prompt in prompts], no_hook), []
+            return self._pass([lay_out(prompt, (), ()) for prompt in prompts]), []
         with closing(self.segments.retrieve(asked)) as steps:
             waits = LayerWaits(steps)
             counts = iter(waits.promised)
@@ -184,22 +184,25 @@ class Blender:
                 lay_out(prompt, part, [next(counts) for _ in part])
                 for prompt, part in zip(prompts, loads, strict=True)
             ]
-            blended = self._pass(layouts, waits.wait)
+            blended = self._pass(layouts, waits)
             if blended:
                 return blended, [load for load, ok in zip(asked, waits.arrived(), strict=True) if not ok]
         return self._try(prompts, [[load for load in part if load.is_exact] for part in loads])
 
-    def _pass(self, layouts: Sequence[Layout], wait: LayerHook) -> list[Blended]:
+    def _pass(self, layouts: Sequence[Layout], waits: LayerWaits | None = None) -> list[Blended]:
         """Compute; nothing where it is cheaper to do so without the segments."""
         work = self._work(layouts)
         decision = self._shares.choose(work) if work.reused else Decision(0.0, Reason.FIXED)
         if decision.reason is Reason.PREFILL:
             return []
-        pace = self._shares.new_pace()
+        pace, wait = self._shares.new_pace(), waits.wait if waits else no_hook
         computed = BlendPass(
             self.model, self._rows, layouts, self.selector, decision.share, timed(wait, pace)
         ).run()
-        self._shares.note(work, computed.row_layers, pace)
+        pace.end()
+        # What failed has waited as long as can be, and then did not load all of `work`.
+        if waits is None or all(waits.arrived()):
+            self._shares.note(work, computed.row_layers, pace)
         return [
             Blended(
                 logits,

@@ -56,6 +56,8 @@ NOTICED = 0.05
 # How much of a new measurement enters, and how fast a load that holds nothing up is taken to be faster.
 FRESH = 0.5
 FASTER = 0.9
+# However slow a load was, it is tried again after few prompts: it counts for so many times a full prefill.
+SLOWEST = 1.2
 
 
 class LoadingController:
@@ -76,8 +78,9 @@ class LoadingController:
         if self.compute_s is None or self.load_s is None or not work.reused:
             return Decision(self.minimum, Reason.UNMEASURED)
         load = self.load_s * work.loads
-        if max(load, self.compute_s * work.rows(self.minimum)) >= self.compute_s * work.rows(1.0):
-            self.load_s *= FASTER  # so that loading is tried again after a while
+        full = self.compute_s * work.rows(1.0)
+        if max(load, self.compute_s * work.rows(self.minimum)) >= full:
+            self.load_s = FASTER * min(load, SLOWEST * full) / work.loads  # so that it is tried again
             return Decision(1.0, Reason.PREFILL)
         spare = load / self.compute_s - work.rows(0.0)
         hidden = spare / (work.reused * max(work.num_layers - work.full_layers, 1))
@@ -87,6 +90,8 @@ class LoadingController:
 
     def learn(self, work: Work, row_layers: int, pace: PaceFound) -> None:
         """Take over what a pass that computed `row_layers` rows and loaded all of `work` took."""
+        if pace.computed <= 0:
+            return  # a clock too coarse for so short a pass
         self.compute_s = _mixed(self.compute_s, pace.computed / row_layers)
         if not work.loads:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +43,13 @@ class Pace:
         self._mark()
 
     def found(self) -> PaceFound | None:
-        """What was found; None before the device has got to the end, or where nothing was timed."""
+        """What was found; None before the device has got to the end, or where any of it was not timed."""
         if len(self._marks) < 3 or (self._timed and not self._platform.query(self._marks[-1])):
             return None
-        steps = [self._seconds(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        found = [self._seconds(a, b) for a, b in pairwise(self._marks)]
+        steps = [step for step in found if step is not None]
+        if len(steps) < len(found):
+            return None
         return PaceFound(sum(steps[1::2]), sum(steps[::2]), steps[0])
 
     def _mark(self) -> None:
@@ -56,8 +60,8 @@ class Pace:
         self._platform.record(event, self._platform.current_stream(self._device))
         self._marks.append(event)
 
-    def _seconds(self, start: Any, end: Any) -> float:
+    def _seconds(self, start: Any, end: Any) -> float | None:
         if not self._timed:
             return float(end - start)
         elapsed = self._platform.elapsed_ms(start, end)
-        return 0.0 if elapsed is None else elapsed / 1e3
+        return None if elapsed is None else elapsed / 1e3

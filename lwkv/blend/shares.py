@@ -49,8 +49,7 @@ class Shares:
         return Pace(self._platform, self._device)
 
     def note(self, work: Work, row_layers: int, pace: Pace) -> None:
-        """Remember a pass, to learn of it once the device is through."""
-        pace.end()
+        """Remember a pass that has ended and loaded all, to learn of it once the device is through."""
         if self.controller is not None:
             self._pending.append((work, row_layers, pace))
 

@@ -49,6 +49,38 @@ def test_a_tier_that_was_left_out_is_tried_again_after_a_while() -> None:
     assert reasons[-1] is Reason.HIDDEN
 
 
+@pytest.mark.parametrize("known", [[], [10.0] * 5], ids=["at first", "after fast ones"])
+def test_one_load_however_slow_leaves_no_more_than_two_prompts_without_their_segments(
+    known: list[float],
+) -> None:
+    controller = LoadingController(0.15)
+    for seconds in known:
+        controller.learn(WORK, 10_000, PaceFound(seconds, 0.0, 0.0))
+    controller.learn(WORK, 10_000, PaceFound(10.0, 1e6, 0.0))
+    reasons = [controller.decide(WORK).reason for _ in range(3)]
+    assert reasons == [Reason.PREFILL, Reason.PREFILL, Reason.HIDDEN]
+
+
+def test_a_pass_too_short_for_the_clock_teaches_nothing() -> None:
+    controller = LoadingController(0.15)
+    controller.learn(WORK, 8000, PaceFound(0.0, 0.0, 0.0))
+    assert (controller.compute_s, controller.load_s) == (None, None)
+    assert controller.decide(WORK).reason is Reason.UNMEASURED
+
+
+def test_a_pass_that_the_device_could_not_time_has_no_pace(
+    platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "elapsed_ms", lambda start, end: None)
+    pace = Pace(platform, device)
+    pace._timed = True
+    pace.arrive()
+    pace.go_on()
+    pace.end()
+    platform.synchronize_device(device)
+    assert pace.found() is None
+
+
 def test_a_pass_that_was_held_up_tells_the_pace_of_its_loads() -> None:
     controller = LoadingController(0.15)
     controller.learn(WORK, row_layers=8000, pace=PaceFound(computed=8.0, waited=8.0, waited_first=0.2))

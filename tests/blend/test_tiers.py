@@ -87,6 +87,14 @@ def test_a_segment_that_does_not_arrive_is_computed(
     lossy.close()
 
 
+def test_nothing_is_learned_of_a_pass_whose_loads_failed(tier: MemoryTier, lossy: Bench) -> None:
+    blender = lossy.blender()
+    lose(tier, blender.segments.keys(DOCUMENTS[2])[1:2], 1, Status.ERROR)
+    blender.prefill([prompt([0, 2, 1])[1]])
+    assert [work.reused for work, *_ in blender._shares._pending] == [21]
+    lossy.close()
+
+
 def test_where_nothing_arrives_the_prompt_is_computed(tier: MemoryTier, lossy: Bench) -> None:
     blender = lossy.blender(AllTokens(), share=1.0)
     tier.fails = lambda key: Status.ERROR if key.layer == 2 else Status.OK
