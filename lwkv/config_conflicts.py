@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -42,11 +43,18 @@ def _blending(config: Config) -> Iterator[Conflict]:
             ("enable_blending", "use_gpu"),
             "blending needs the staging buffer on the device; set use_gpu to true",
         )
-    layers = len(config.blend_check_layers or CHECK_LAYERS)
-    ratios = len(config.blend_recompute_ratios or RECOMPUTE_RATIOS)
-    if layers != ratios:
-        advice = f"{layers} check layers and {ratios} ratios; give every check layer its ratio"
+    yield from _ratios(len(config.blend_check_layers or CHECK_LAYERS), config.blend_recompute_ratios)
+
+
+def _ratios(layers: int, given: tuple[float, ...] | None) -> Iterator[Conflict]:
+    ratios = given or RECOMPUTE_RATIOS
+    if layers != len(ratios):
+        advice = f"{layers} check layers and {len(ratios)} ratios; give every check layer its ratio"
         yield ("blend_check_layers", "blend_recompute_ratios"), advice
+    if any(a < b for a, b in pairwise(ratios)):
+        yield ("blend_recompute_ratios",), "each layer chooses among those chosen before; let ratios descend"
+    elif ratios[0] > 0 and ratios[-1] == 0:
+        yield ("blend_recompute_ratios",), "the last is what is computed; let it be above 0, or all be 0"
 
 
 def _staging(config: Config) -> Iterator[Conflict]:

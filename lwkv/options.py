@@ -76,7 +76,7 @@ def _remote_url(value: object) -> object:
     return value.strip() if isinstance(value, str) else value
 
 
-_Layer = Annotated[int, Field(strict=True, ge=0)]
+_Layer = Annotated[int, Field(strict=True, ge=1)]
 _Ratio = Annotated[float, Field(strict=True, ge=0, le=1)]
 _Layers = Annotated[tuple[_Layer, ...], Field(min_length=1), AfterValidator(_ascending)]
 _Ratios = Annotated[tuple[_Ratio, ...], Field(min_length=1)]
@@ -122,7 +122,7 @@ WritePolicy = Annotated[
 CheckLayers = Annotated[
     _Layers | None,
     BeforeValidator(_as_tuple),
-    Allowed("whole numbers", "null, a layer number of 0 or more, or an ascending list of them"),
+    Allowed("whole numbers", "null, a layer number of 1 or more, or an ascending list of them"),
 ]
 Ratios = Annotated[
     _Ratios | None,

@@ -136,6 +136,8 @@ def test_text_of_the_environment_that_is_no_such_number_is_refused(
         ("blend_recompute_ratios", [0.5, -0.1]),
         ("blend_recompute_ratios", []),
         ("blend_check_layers", []),
+        ("blend_check_layers", 0),
+        ("blend_check_layers", [0, 1]),
         ("blend_check_layers", [3, 1]),
         ("blend_check_layers", [1, 1]),
         ("blend_check_layers", 1.0),
@@ -424,6 +426,9 @@ def test_extra_config_is_read_from_every_source(
 # combinations
 
 
+BLENDING = {"enable_blending": True, "use_layerwise": True}
+
+
 @pytest.mark.parametrize(
     ("settings", "keys"),
     [
@@ -433,12 +438,20 @@ def test_extra_config_is_read_from_every_source(
             ["enable_blending=True (argument)", "use_gpu=False (argument)"],
         ),
         (
-            {"enable_blending": True, "use_layerwise": True, "blend_check_layers": [1, 8]},
+            {**BLENDING, "blend_check_layers": [1, 8]},
             [
                 "blend_check_layers=(1, 8) (argument)",
                 "blend_recompute_ratios=None (default)",
                 "2 check layers",
             ],
+        ),
+        (
+            {**BLENDING, "blend_check_layers": [1, 8], "blend_recompute_ratios": [0.1, 0.2]},
+            ["blend_recompute_ratios=(0.1, 0.2) (argument)", "let ratios descend"],
+        ),
+        (
+            {**BLENDING, "blend_check_layers": [1, 8], "blend_recompute_ratios": [0.3, 0.0]},
+            ["blend_recompute_ratios=(0.3, 0.0) (argument)", "the last is what is computed"],
         ),
         (
             {"use_gpu": False, "extra_config": {"staging_bytes": 1}},

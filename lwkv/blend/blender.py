@@ -18,7 +18,7 @@ from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend
 from lwkv.blend.rows import Layout
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
-from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector
+from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector, require_share
 from lwkv.blend.shares import Shares, timed
 from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
@@ -67,7 +67,7 @@ class Blender:
 
     Raises:
         ConfigError: an engine without the buffer connector; a cache of another model, or quantized; a check
-            layer that the model does not have.
+            layer that the model does not have; a share outside 0 to 1.
         LayoutError: caches whose keys cannot be turned.
     """
 
@@ -80,6 +80,8 @@ class Blender:
         selector: Selector | None = None,
         share: float | None = None,
     ) -> None:
+        if share is not None:
+            require_share("share", share)
         self.segments = SegmentCache(engine, shared_prefix)
         self.model = model
         layers, shares = zip(*engine.config.blend_plan, strict=True)

@@ -113,7 +113,8 @@ class Deviation:
         threshold: least squared change over the squared length of what was loaded; None for any.
 
     Raises:
-        ConfigError: another part; layers and shares that do not fit; a layer 0.
+        ConfigError: another part; layers and shares that do not fit; a layer 0; a share outside 0 to 1, or a
+            last one of 0 behind others, which would choose tokens to compute none of them.
     """
 
     part: str = "v"
@@ -126,9 +127,15 @@ class Deviation:
             raise ConfigError(f"part {self.part!r} cannot be compared; allowed: 'v' or 'k'")
         if not self.layers or self.layers[0] < 1 or list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(f"check layers are {self.layers}; give one or more from 1 on, ascending")
+        for share in self.shares:
+            require_share("shares", share)
         if len(self.layers) != len(self.shares) or list(self.shares) != sorted(self.shares, reverse=True):
             raise ConfigError(
                 f"shares are {self.shares}; give one for each of {self.layers}, none above the last"
+            )
+        if self.shares[0] > 0 and self.shares[-1] == 0:
+            raise ConfigError(
+                f"shares are {self.shares}: the last is what is computed; let it be above 0, or all be 0"
             )
 
     def score(self, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor) -> Tensor:
@@ -157,6 +164,12 @@ class QueryAttention:
             raise ConfigError(
                 f"layers {self.first_layer} to {self.layer} are no layers to ask; allowed: 0 <= a <= b"
             )
+
+
+def require_share(name: str, share: float) -> None:
+    """Raise ConfigError for what is no part of the reused tokens."""
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{name}: got {share}; allowed: from 0 for none to 1 for all, so 0.15 for 15 %")
 
 
 def top(scores: Tensor, always: Tensor, num_kept: int) -> Tensor:

@@ -277,6 +277,12 @@ def test_a_cache_in_another_dtype_is_refused(bench: Bench, device: torch.device)
         Blender(bench.engine, ReferenceBlend(model), shared_prefix=())
 
 
+@pytest.mark.parametrize("share", [15, -0.5, float("nan"), float("inf")])
+def test_a_share_that_is_no_part_is_refused(share: float, bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=rf"share: got {share}; allowed: from 0 for none to 1 for all"):
+        bench.blender(share=share)
+
+
 def test_an_engine_without_the_buffer_is_refused(shape: ModelShape, device: torch.device) -> None:
     bench = Bench(shape, device, enable_blending=False)
     with pytest.raises(ConfigError, match="set enable_blending and use_layerwise"):

@@ -105,6 +105,10 @@ def test_gradual_filtering_chooses_among_those_chosen_before(bench: Bench) -> No
         (lambda: Deviation(layers=(2, 1), shares=(0.2, 0.1)), "ascending"),
         (lambda: Deviation(layers=(1, 2), shares=(0.1, 0.2)), "none above the last"),
         (lambda: Deviation(layers=(1, 2)), "one for each"),
+        (lambda: Deviation(shares=(15.0,)), r"shares: got 15.0; allowed: from 0 for none to 1 for all"),
+        (lambda: Deviation(shares=(-0.5,)), "shares: got -0.5"),
+        (lambda: Deviation(shares=(float("nan"),)), "shares: got nan"),
+        (lambda: Deviation(layers=(1, 2), shares=(0.3, 0.0)), "the last is what is computed"),
         (lambda: QueryAttention(3, 2), "layers 3 to 2"),
     ],
 )
