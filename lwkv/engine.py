@@ -237,7 +237,8 @@ class CacheEngine:
         self._storage.frozen = frozen
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`.
+        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`, or a
+        tier did not take all that was stored because it is left alone.
 
         On a closed engine that is what `close` did not wait for.
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from lwkv.counters import Counters
@@ -22,9 +23,9 @@ class Calls:
     """One kind of calls to one tier, which is left alone while it fails or does not answer.
 
     One error may be the fault of what was asked for; from the second in a row on, the tier rests for 1 s,
-    then 2, up to 64, and what is queued is not begun. While any call is older than `timeout_s` seconds no
+    then 2, up to 64, and what is queued is not begun. While any call has been under way for `timeout_s` s no
     other is begun, so that a tier that hangs keeps no pages but those it has in hand. Both end by themselves.
-    Thread-safe.
+    Time in the queue does not count: many calls are no outage. Thread-safe.
     """
 
     def __init__(
@@ -38,12 +39,13 @@ class Calls:
     ) -> None:
         self._tier = tier
         self._kind = kind
+        self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._counters = counters
         self._clock = clock
         self._workers = Workers(f"{tier}-{kind}", num_threads)
         self._lock = threading.Lock()
-        self._asked: dict[Future[Any], float] = {}  # when, oldest first
+        self._calls: dict[object, float | None] = {}  # since when each is under way, those queued last
         self._late = False
         self._failures = 0
         self._rest_until = clock()
@@ -53,18 +55,19 @@ class Calls:
         if not self.is_answering():
             self._counters.add(f"{self._tier}_skipped")
             return cancel(Future())
-        future = self._workers.submit(call)
+        token = object()
         with self._lock:
-            self._asked[future] = self._clock()
-        future.add_done_callback(self._ended)
+            has_thread = len(self._calls) < self._num_threads
+            self._calls[token] = self._clock() if has_thread else None
+        future = self._workers.submit(partial(self._run, token, call))
+        future.add_done_callback(partial(self._ended, token))
         return future
 
     def is_answering(self) -> bool:
-        """Whether a call would be made now."""
+        """Whether a call would be made now; what is queued behind a late one is not begun."""
         with self._lock:
             now = self._clock()
-            oldest = next(iter(self._asked.values()), None)
-            was_late, self._late = self._late, oldest is not None and now - oldest >= self._timeout_s
+            was_late, self._late = self._late, self._is_late(now)
             is_news = self._late and not was_late
             answering = not self._late and now >= self._rest_until
         if is_news:
@@ -78,6 +81,13 @@ class Calls:
             )
         return answering
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether no call would be made now; for those who only look, nothing changes."""
+        with self._lock:
+            now = self._clock()
+            return self._is_late(now) or now < self._rest_until
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until every call has ended; False if that took longer than `timeout_s` seconds."""
         return self._workers.wait_idle(timeout_s)
@@ -88,11 +98,21 @@ class Calls:
         self._workers.cancel_queued()
         return ended
 
-    def _ended(self, call: Future[Any]) -> None:
+    def _is_late(self, now: float) -> bool:
+        oldest = next((since for since in self._calls.values() if since is not None), now)
+        return now - oldest >= self._timeout_s
+
+    def _run(self, token: object, call: Callable[[], T]) -> T:
+        with self._lock:
+            if self._calls[token] is None:
+                self._calls[token] = self._clock()
+        return call()
+
+    def _ended(self, token: object, call: Future[Any]) -> None:
         error = None if call.cancelled() else call.exception()
         rests = False
         with self._lock:
-            del self._asked[call]
+            del self._calls[token]
             if error is not None:
                 rests = self._count_failure()
             elif not call.cancelled():

@@ -90,7 +90,7 @@ class Guard:
 
     def totals(self) -> dict[str, int]:
         """What was asked and answered since the start, and what there is now; see Meter."""
-        resting = not all(calls.is_answering() for calls in self._calls)
+        resting = any(calls.is_resting for calls in self._calls)
         return self.meter.totals() | gauges_of(self._tier) | {"resting": int(resting)}
 
     def wait_idle(self, timeout_s: float) -> bool:

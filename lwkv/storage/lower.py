@@ -6,7 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 
 from lwkv.keys import ChunkKey
 from lwkv.pool import HostPool
@@ -21,7 +23,8 @@ class LowerTiers:
 
     Chunks are copied as soon as they are complete. With `write_back` they are copied when the chunks not
     copied yet have more than half of the pool, those stored longest ago first, or with `settle`. Until a
-    chunk has been copied its pages have one reference more, so that it is not evicted.
+    chunk has been copied its pages have one reference more, so that it is not evicted. What a tier that is
+    left alone does not take stays to be copied, up to that half; the rest is given up.
     """
 
     def __init__(self, guards: Sequence[Guard], pool: HostPool, write_back: bool) -> None:
@@ -30,6 +33,7 @@ class LowerTiers:
         self._write_back = write_back
         self._debts: deque[Debt] = deque()
         self._pages_owed = 0
+        self._given_up = 0
         self._lock = threading.Lock()
 
     def find(self, keys: Sequence[ChunkKey], known: Sequence[bool]) -> list[Guard | None]:
@@ -49,18 +53,24 @@ class LowerTiers:
         """Have these tiers get a complete chunk, now or later; takes references to its pages of its own."""
         if not guards:
             return
-        if not self._write_back:
-            self._write(guards, key, chunk)
-            return
         self._pool.share(chunk.pages)
-        with self._lock:
-            self._debts.append((guards, key, chunk))
-            self._pages_owed += len(chunk.pages)
-        self._settle(self._pool.max_pages // 2)
+        if self._owe((guards, key, chunk)):
+            self._settle(self._pool.max_pages // 2)
+        else:
+            self._pay((guards, key, chunk))
 
     def settle(self) -> None:
         """Start to copy all that is not copied yet."""
         self._settle(0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Copy all that is not copied yet; False if that took longer than `timeout_s` seconds, or a tier that
+        is left alone did not take all that it was to get since the last call."""
+        self.settle()
+        idle = self.wait_idle(timeout_s)
+        with self._lock:
+            given_up, self._given_up = self._given_up, 0
+            return idle and not given_up and not self._debts
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
@@ -69,18 +79,34 @@ class LowerTiers:
 
     def close(self, timeout_s: float) -> bool:
         """Copy what is not copied yet, then close all; False if that took longer than `timeout_s` seconds."""
-        self._write_back = False  # what comes from now on is refused by the tiers, and kept by nobody
+        with self._lock:
+            self._write_back = False  # what comes from now on is refused by the tiers, and kept by nobody
         self.settle()
         deadline = time.monotonic() + timeout_s
         ended = [guard.close(deadline - time.monotonic()) for guard in self.guards]
         return all(ended)
 
     def _settle(self, most_pages: int) -> None:
-        while (debt := self._next_debt(most_pages)) is not None:
-            guards, key, chunk = debt
-            with ExitStack() as ending:
-                ending.callback(self._pool.release, chunk.pages)
-                self._write(guards, key, chunk)
+        for _ in range(len(self._debts)):  # no more often: what a tier does not take comes back
+            if (debt := self._next_debt(most_pages)) is not None:
+                self._pay(debt)
+
+    def _owe(self, debt: Debt, most_pages: float = float("inf")) -> bool:
+        """Note that a chunk is to be copied later, if there are no more than `most_pages` then; takes over a
+        reference to its pages."""
+        num_pages = len(debt[2].pages)
+        with self._lock:
+            if not self._write_back or self._pages_owed + num_pages > most_pages:
+                return False
+            self._debts.append(debt)
+            self._pages_owed += num_pages
+            return True
+
+    def _pay(self, debt: Debt) -> None:
+        guards, key, chunk = debt
+        with ExitStack() as ending:
+            ending.callback(self._pool.release, chunk.pages)
+            self._write(guards, key, chunk)
 
     def _next_debt(self, most_pages: int) -> Debt | None:
         with self._lock:
@@ -97,4 +123,12 @@ class LowerTiers:
                 undo.callback(self._pool.release, chunk.pages)
                 put = guard.put(key, chunk)
                 undo.pop_all()
-            put.add_done_callback(lambda _: self._pool.release(chunk.pages))
+            put.add_done_callback(partial(self._written, ((guard,), key, chunk)))
+
+    def _written(self, debt: Debt, put: Future[None]) -> None:
+        if put.cancelled():
+            if self._owe(debt, self._pool.max_pages // 2):
+                return
+            with self._lock:
+                self._given_up += 1
+        self._pool.release(debt[2].pages)

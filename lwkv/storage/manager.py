@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -61,6 +62,7 @@ class StorageManager:
         self.frozen = False
         self._pool = pool
         self._num_layers = num_layers
+        self._most_chunks = pool.max_pages // num_layers
         self._counters = counters or Counters()
         guards = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
         self.lower = LowerTiers(guards, pool, write_back)
@@ -87,7 +89,8 @@ class StorageManager:
         """Count the leading chunks that some tier has."""
         in_host = self.host.contains(keys)
         lower = self.lower.find(keys, in_host)
-        return _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
+        length = _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
+        return min(length, self._most_chunks)
 
     def hold(self, keys: Sequence[ChunkKey], tokens: Sequence[int]) -> Hold:
         """Pin the longest cached prefix of `keys`, chunks of `tokens[i]` tokens, until `Hold.release`."""
@@ -95,6 +98,8 @@ class StorageManager:
         lower = self.lower.find(keys, [chunk is not None for chunk in pinned])
         found = [Found(*item) for item in zip(keys, tokens, pinned, lower, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
+        # All chunks of a hold are in host memory at the end: what cannot be there is not promised.
+        length = min(length, self._most_chunks)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
         self._note_found(found, length)
         return Hold(found[:length], self._num_layers, self.host.unpin, self._promote, self._pool.release)
@@ -118,7 +123,10 @@ class StorageManager:
         wanted = self._claim(keys)
         if not wanted:
             return None
-        pages = self._pages_beside(keys, len(wanted))
+        with ExitStack() as undo:
+            undo.callback(self._unclaim, [keys[i] for i in wanted])
+            pages = self._pages_beside(keys, len(wanted))
+            undo.pop_all()
         wanted, refused = wanted[: pages.shape[1]], wanted[pages.shape[1] :]
         if refused:
             self._refuse([keys[i] for i in refused])
@@ -155,9 +163,8 @@ class StorageManager:
         return pages
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Block until lower tiers have all chunks; False if that took longer than `timeout_s` seconds."""
-        self.lower.settle()
-        return self.lower.wait_idle(timeout_s)
+        """Block until lower tiers have all chunks; False as LowerTiers.flush."""
+        return self.lower.flush(timeout_s)
 
     @property
     def tier_names(self) -> list[str]:
@@ -224,6 +231,7 @@ class StorageManager:
         for tier, keys, positions in hold.lower:
             pages = self.allocate(len(positions))
             if pages is None:
+                self.lower.settle()  # what has been written can go for the next load
                 self._counters.add("loads_without_memory", len(positions))
                 fetch.lacks_memory(positions)
             else:

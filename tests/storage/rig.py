@@ -126,6 +126,7 @@ class Rig:
         """Let everything go on, and see that nothing is left behind."""
         for tier in self.tiers:
             tier.end_faults()
+        self.manager.wait_idle(LONG_S)  # which may tell of what a tier did not take
         self.require_rest()
         self.manager.close(LONG_S)
         assert (self.pool.pages_in_use, self.pool.references) == (0, 0)

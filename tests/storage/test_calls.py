@@ -153,6 +153,37 @@ def test_what_is_queued_behind_a_late_call_is_not_begun(peer: Peer) -> None:
     assert peer.counters.totals() == {"disk_timeouts": 1, "disk_skipped": 4}
 
 
+def test_time_in_the_queue_is_no_outage(peer: Peer) -> None:
+    first, second = threading.Event(), threading.Event()
+    peer.calls.submit(lambda: first.wait(LONG_S))
+
+    def wait_second() -> bool:
+        second.set()
+        return peer.gate.wait(LONG_S)
+
+    calls = [peer.calls.submit(wait_second), peer.calls.submit(lambda: True)]
+    peer.clock.now += 9.75
+    first.set()
+    assert second.wait(LONG_S)
+    peer.clock.now += 9.75
+    assert peer.calls.is_answering()
+    peer.gate.set()
+    assert [call.result(LONG_S) for call in calls] == [True, True]
+    assert peer.counters.totals() == {}
+
+
+def test_to_look_whether_a_tier_rests_changes_nothing(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    peer.hang()
+    queued = peer.calls.submit(lambda: True)
+    assert not peer.calls.is_resting
+    peer.clock.now += 10
+    assert peer.calls.is_resting
+    assert not queued.cancelled()
+    assert (caplog.messages, peer.counters.totals()) == ([], {})
+    assert not peer.calls.is_answering()
+    assert queued.cancelled()
+
+
 def test_a_second_outage_is_told_again(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         late = peer.hang()

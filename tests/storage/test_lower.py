@@ -8,6 +8,8 @@ import pytest
 from storage.faulty_tier import LONG_S, Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, Rig, key, keys, values
 
+from lwkv.storage.guard import NUM_WRITERS
+
 MakeRig = Callable[..., Rig]
 
 
@@ -103,6 +105,69 @@ def test_a_chunk_that_was_written_in_vain_can_go(make_rig: MakeRig, tier: Faulty
     rig.store(3)
     assert rig.lookup(3) == 1
     assert have(tier, 1, 2, 3) == [3]
+
+
+def test_what_a_late_tier_did_not_take_stays_to_be_written(make_rig: MakeRig, tier: FaultyTier) -> None:
+    rig = make_rig(tier, num_chunks=16, write_back=True)
+    numbers = range(1, NUM_WRITERS + 3)
+    hung = tier.faults["put"] = hanging()
+    rig.commit(*numbers)
+    assert not rig.manager.wait_idle(0)
+    assert hung.entered.wait(LONG_S)
+    rig.clock.now += LONG_S
+    assert rig.manager.totals()["faulty_resting"] == 1
+    assert "faulty_skipped" not in rig.counters.totals(), "nobody asked for anything since"
+    assert not rig.manager.lower.guards[0]._writes.is_answering()
+    skipped = rig.counters.totals()["faulty_skipped"]
+    assert skipped >= 2
+    tier.end_faults()
+    settle_begun(rig)
+    assert len(have(tier, *numbers)) == len(numbers) - skipped
+    assert rig.manager.wait_idle(LONG_S)
+    assert have(tier, *numbers) == list(numbers)
+
+
+def rest(rig: Rig, tier: FaultyTier) -> None:
+    """Have the tier fail twice, so that it rests."""
+    tier.faults["put"] = Fault(error=OSError("full"))
+    rig.store(101)
+    rig.store(102)
+    tier.end_faults()
+
+
+def test_a_flush_tells_of_what_a_resting_tier_did_not_take(make_rig: MakeRig, tier: FaultyTier) -> None:
+    rig = make_rig(tier)
+    rest(rig, tier)
+    rig.commit(1)
+    assert not rig.manager.wait_idle(LONG_S)
+    assert rig.manager.wait_idle(LONG_S), "it was told"
+    assert have(tier, 1) == []
+
+
+def test_what_a_resting_tier_did_not_take_is_written_back_later(make_rig: MakeRig, tier: FaultyTier) -> None:
+    rig = make_rig(tier, write_back=True)
+    rest(rig, tier)
+    rig.commit(1)
+    for _ in range(2):
+        assert not rig.manager.wait_idle(LONG_S)
+    rig.clock.now += 1000
+    assert rig.manager.wait_idle(LONG_S)
+    assert have(tier, 1) == [1]
+
+
+def test_what_is_written_back_to_a_resting_tier_keeps_half_of_host_memory_at_most(
+    make_rig: MakeRig, tier: FaultyTier
+) -> None:
+    rig = make_rig(tier, num_chunks=4, write_back=True)
+    rest(rig, tier)
+    for number in (1, 2, 3):
+        rig.commit(number)
+    pages = rig.manager.allocate(2 * NUM_LAYERS)
+    assert pages is not None
+    rig.pool.release(pages)
+    rig.clock.now += 1000
+    assert not rig.manager.wait_idle(LONG_S), "1 was given up"
+    assert have(tier, 1, 2, 3) == [2, 3]
 
 
 @pytest.mark.parametrize("write_back", [False, True])
