@@ -59,7 +59,7 @@ def locked(folder: str, timeout_s: float) -> Iterator[FolderLock]:
             time.sleep(_POLL_S)
         yield FolderLock(file)
     finally:
-        os.close(file)
+        _close(file)
 
 
 def is_owned(path: str) -> bool:
@@ -71,12 +71,17 @@ def is_owned(path: str) -> bool:
     try:
         return not _try_lock(file)
     finally:
-        os.close(file)
+        _close(file)
 
 
 def own(file: int) -> None:
     """Mark a file as being written by this process, until its descriptor is closed."""
     fcntl.flock(file, fcntl.LOCK_EX)  # waits only for somebody who looks whether it is owned
+
+
+def _close(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, and would keep the lock
+    os.close(file)
 
 
 def _try_lock(file: int) -> bool:

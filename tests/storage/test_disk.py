@@ -492,6 +492,14 @@ def test_a_lock_that_is_held_at_the_start_is_no_reason_not_to_start(rig: DiskRig
     assert rig.used() == 2 * FORM.file_bytes
 
 
+def test_a_child_that_is_forked_while_the_lock_is_held_does_not_keep_it(rig: DiskRig) -> None:
+    path = str(rig.folder)
+    with locked(path, 1) as lock:
+        inherited = os.dup(lock._file)  # what a child has of it
+    with locked(path, 0):
+        os.close(inherited)
+
+
 # wrong from the start
 
 

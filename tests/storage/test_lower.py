@@ -71,6 +71,21 @@ def test_a_store_that_finds_no_room_has_the_rest_written(make_rig: MakeRig, tier
     rig.pool.release(held)
 
 
+def test_a_load_that_finds_no_room_has_the_rest_written(make_rig: MakeRig, tier: FaultyTier) -> None:
+    rig = make_rig(tier, num_chunks=4, write_back=True)
+    rig.store(1, 2, 3)
+    rig.forget(1, 2, 3)
+    rig.commit(4, 5)
+    hold = rig.hold(1, 2, 3)
+    assert rig.load(hold) != values(1, 2, 3)
+    hold.release()
+    settle_begun(rig)
+    assert have(tier, 4, 5) == [4, 5]
+    again = rig.hold(1, 2, 3)
+    assert rig.load(again) == values(1, 2, 3)
+    again.release()
+
+
 def test_close_writes_what_has_not_been_written(tier: FaultyTier) -> None:
     rig = Rig(8, [tier], write_back=True)
     rig.commit(1, 2)

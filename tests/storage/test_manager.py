@@ -6,6 +6,7 @@ from concurrent.futures import wait
 
 import numpy as np
 import pytest
+import torch
 from storage.faulty_tier import LONG_S, Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, Rig, key, keys, value, values
 
@@ -152,6 +153,35 @@ def test_loads_without_memory_are_missing_and_counted(make_rig: MakeRig, tier: F
     assert rig.counters.totals()["loads_without_memory"] == NUM_LAYERS
     hold.release()
     pinned.release()
+
+
+def test_of_a_prefix_that_host_memory_does_not_hold_as_much_is_found_as_it_holds(tier: FaultyTier) -> None:
+    larger, smaller = Rig(4, [tier]), Rig(3, [tier])
+    larger.store(1, 2, 3, 4)
+    assert smaller.lookup(1, 2, 3, 4) == 3
+    for _ in range(2):
+        hold = smaller.hold(1, 2, 3, 4)
+        assert smaller.load(hold) == values(1, 2, 3)
+        hold.release()
+    assert smaller.host.contains(keys(1, 2, 3)) == [True] * 3
+    assert "loads_without_memory" not in smaller.counters.totals()
+    for rig in (smaller, larger):
+        rig.end()
+
+
+def test_memory_that_cannot_be_page_locked_leaves_chunks_to_later_writes(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(num_bytes: int) -> torch.Tensor:
+        raise RuntimeError("no context")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.pool._platform, "alloc_pinned", fail)
+        with pytest.raises(RuntimeError, match="no context"):
+            rig.begin(1)
+    assert rig.manager.writes_in_flight == 0
+    rig.store(1)
+    assert rig.lookup(1) == 1
 
 
 def test_two_writers_of_one_chunk_write_it_once(rig: Rig) -> None:
