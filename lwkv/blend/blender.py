@@ -15,7 +15,7 @@ from lwkv.blend.controller import Decision, LoadingController, Reason, Work
 from lwkv.blend.forward import BlendPass, no_hook
 from lwkv.blend.model import BlendModel
 from lwkv.blend.paged_rows import PagedRows
-from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend
+from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend, check_segments
 from lwkv.blend.rows import Layout
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector, require_share
@@ -76,7 +76,7 @@ class Blender:
         engine: CacheEngine,
         model: BlendModel,
         *,
-        shared_prefix: Sequence[int],
+        shared_prefix: TokenIds,
         selector: Selector | None = None,
         share: float | None = None,
     ) -> None:
@@ -106,12 +106,11 @@ class Blender:
     def missing(
         self, tokens: TokenIds, segments: Sequence[tuple[int, int]], salts: Sequence[str] = ()
     ) -> list[Segment]:
-        """Those of a prompt's segments that are not wholly cached."""
+        """Those of a prompt's segments that are not wholly cached. Raises RequestError as `prefill`."""
         ids = as_token_ids(tokens)
-        parts = [Segment(*segment) for segment in segments]
         return [
             part
-            for part in parts
+            for part in check_segments(segments, len(ids))
             if self.segments.num_cached(ids[part.start : part.end], salts) < part.end - part.start
         ]
 
@@ -142,7 +141,7 @@ class Blender:
         a layer of a chunk does not arrive in time, the prompts are begun again without what failed.
 
         Raises:
-            RequestError: as `check_blend`, or a slot that two prompts share. ClosedError.
+            RequestError: as `check_blend`, or a slot that one prompt writes and another has. ClosedError.
         """
         prompts = [self._checked(request) for request in requests]
         _refuse_shared_slots(prompts)
@@ -273,6 +272,10 @@ def _require_layers(selector: Selector, num_layers: int) -> None:
 
 
 def _refuse_shared_slots(prompts: Sequence[CheckedBlend]) -> None:
-    slots = np.concatenate([np.zeros(0, np.int64), *(prompt.slots[prompt.num_local :] for prompt in prompts)])
-    if len(np.unique(slots)) < len(slots):
+    empty = np.zeros(0, np.int64)
+    written = np.concatenate([empty, *(prompt.slots[prompt.num_local :] for prompt in prompts)])
+    local = np.concatenate([empty, *(prompt.slots[: prompt.num_local] for prompt in prompts)])
+    if len(np.unique(written)) < len(written):
         raise RequestError("two prompts of a batch write to the same slot; each needs its own")
+    if np.isin(written, local).any():
+        raise RequestError("a prompt of a batch writes to a slot local to another one; each needs its own")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import Chunking, Request, check_loads
@@ -58,7 +60,7 @@ def check_blend(request: BlendRequest, num_slots: int) -> CheckedBlend:
 
     Raises:
         RequestError: no token; tokens that are no ids; slots of another number or kind, out of range, or
-            given twice; segments that are empty, out of range or overlap; `num_local` that leaves no token.
+            given twice; segments as `check_segments`; `num_local` that leaves no token.
     """
     whole = Request(request.tokens, request.slot_mapping, salts=request.salts)
     (checked,) = check_loads([whole], num_slots, Chunking(1, partial=False))
@@ -70,12 +72,20 @@ def check_blend(request: BlendRequest, num_slots: int) -> CheckedBlend:
         )
     if not 0 <= request.num_local < len(checked.ids):
         raise RequestError(f"num_local is {request.num_local}; allowed: 0 to {len(checked.ids) - 1}")
-    segments = _check_segments(request.segments, len(checked.ids))
+    segments = check_segments(request.segments, len(checked.ids))
     return CheckedBlend(checked.ids, checked.slots, segments, request.num_local, checked.salts)
 
 
-def _check_segments(segments: Sequence[tuple[int, int]], num_tokens: int) -> tuple[Segment, ...]:
-    checked = tuple(Segment(*segment) for segment in segments)
+def check_segments(segments: Any, num_tokens: int) -> tuple[Segment, ...]:
+    """Bring the segments of a prompt of `num_tokens` into one form.
+
+    Raises:
+        RequestError: no list or tuple of pairs of whole numbers; segments that are empty, out of range,
+            out of order or overlap.
+    """
+    if not isinstance(segments, list | tuple):
+        raise RequestError(f"segments are {segments!r:.200}; give a list of pairs (start, end)")
+    checked = tuple(_segment(given) for given in segments)
     for segment in checked:
         if not 0 <= segment.start < segment.end <= num_tokens:
             raise RequestError(
@@ -85,3 +95,11 @@ def _check_segments(segments: Sequence[tuple[int, int]], num_tokens: int) -> tup
         if before.end > after.start:
             raise RequestError(f"{before} and {after} overlap or are out of order; give them ascending")
     return checked
+
+
+def _segment(given: Any) -> Segment:
+    ends = given if isinstance(given, list | tuple) else ()
+    whole = [end for end in ends if isinstance(end, int | np.integer) and not isinstance(end, bool)]
+    if len(whole) != 2 or len(ends) != 2:
+        raise RequestError(f"segment {given!r:.200} is no pair of whole numbers (start, end)")
+    return Segment(int(whole[0]), int(whole[1]))

@@ -20,7 +20,7 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval
 from lwkv.storing import BatchStoring
-from lwkv.token_ids import TokenIds
+from lwkv.token_ids import TokenIds, as_token_ids
 from lwkv.transfer import NO_SLOT, Transfer
 
 NAMESPACE = "segment"
@@ -58,15 +58,15 @@ class SegmentCache:
         shared_prefix: token ids that every segment was, and is, computed behind.
 
     Raises:
-        ConfigError: an engine without the buffer connector.
+        ConfigError: an engine without the buffer connector. RequestError: a shared prefix that is no ids.
     """
 
-    def __init__(self, engine: CacheEngine, shared_prefix: Sequence[int]) -> None:
+    def __init__(self, engine: CacheEngine, shared_prefix: TokenIds) -> None:
         if not isinstance(engine.connector, BufferConnector):
             raise ConfigError("blending needs the buffer connector: set enable_blending and use_layerwise")
         self.engine = engine
         self.connector: BufferConnector = engine.connector
-        self.shared_prefix = tuple(shared_prefix)
+        self.shared_prefix: tuple[int, ...] = tuple(as_token_ids(shared_prefix).tolist())
         self._namespace = f"{engine.namespace}-{NAMESPACE}"
         self._chunking = Chunking(engine.config.chunk_size, partial=True)
 
@@ -89,7 +89,7 @@ class SegmentCache:
         end = min(-(-hit // chunk_size) * chunk_size, len(prompt))
         slots = prompt.slots[:end].copy()
         slots[hit:] = NO_SLOT
-        chunking = self._chunking._replace(partial=False)
+        chunking = self._chunking._replace(partial=self.engine.config.save_unfull_chunk)
         request = self._checked(prompt.ids[:end], slots, prompt.num_local, prompt.salts, chunking)
         return SegmentLoad(request, self.engine.parts().keys_of(request), 0, 0, is_exact=True)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lwkv.blend import Blender, BlendRequest
+from lwkv.blend.request import check_segments
 from lwkv.errors import ConfigError, RequestError
 from lwkv.reference.batch import Part, build_batch
 from lwkv.reference.blocks import BlockAllocator
@@ -67,6 +68,8 @@ class ReferenceEngine:
 
     def submit(self, prompt: Prompt) -> int:
         """Queue a request; returns its index, counted from 0. Raises RequestError if it could never run."""
+        if self._blender is not None:
+            check_segments(prompt.segments, len(prompt.tokens))
         length, longest = len(prompt.tokens) + prompt.max_new_tokens, self.model.shape.max_positions
         if length > longest:
             raise RequestError(

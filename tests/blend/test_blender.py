@@ -301,6 +301,11 @@ def test_an_engine_without_the_buffer_is_refused(shape: ModelShape, device: torc
         ({"segments": [(3, 3)]}, "no part of 27 tokens"),
         ({"segments": [(0, 28)]}, "no part of 27 tokens"),
         ({"segments": [(5, 9), (8, 12)]}, "overlap or are out of order"),
+        ({"segments": [(0, 5, 9)]}, r"segment \(0, 5, 9\) is no pair of whole numbers"),
+        ({"segments": [(0.0, 5.0)]}, r"segment \(0.0, 5.0\) is no pair"),
+        ({"segments": [(True, 5)]}, r"segment \(True, 5\) is no pair"),
+        ({"segments": [3]}, "segment 3 is no pair"),
+        ({"segments": 3}, "segments are 3; give a list"),
         ({"salts": "lora"}, "salts are 'lora'"),
     ],
 )
@@ -317,3 +322,38 @@ def test_prompts_of_a_batch_may_share_no_slot(bench: Bench) -> None:
     with pytest.raises(RequestError, match="two prompts of a batch write to the same slot"):
         bench.blender().prefill([request, replace(request, slot_mapping=[6, 7, 8])])
     assert bench.blender().prefill([]) == []
+
+
+def test_no_prompt_of_a_batch_writes_where_another_has_its_local_tokens(bench: Bench) -> None:
+    blender = bench.blender()
+    blender.prefill([BlendRequest([1, 2], [4, 5])])
+    local = BlendRequest([1, 2, 3], [4, 5, 6], num_local=2)
+    with pytest.raises(RequestError, match="local to another one"):
+        blender.prefill([local, BlendRequest([7, 8], [20, 5])])
+    blender.prefill([local, replace(local, slot_mapping=[4, 5, 7])])
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def test_a_shared_prefix_is_the_same_whatever_it_came_in(make: Any, bench: Bench) -> None:
+    bench.encode(bench.blender(), DOCUMENTS[:1])
+    tokens, request = prompt([0])
+    assert bench.blender(shared_prefix=make(SHARED)).missing(tokens, request.segments) == []
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+def test_a_prefix_that_ends_in_an_unfull_chunk_is_loaded_to_its_end(
+    chunk_size: int, shape: ModelShape, device: torch.device
+) -> None:
+    bench = Bench(shape, device, save_unfull_chunk=True, chunk_size=chunk_size)
+    blender = bench.blender(NoTokens(), share=0.0)
+    bench.encode(blender)
+    tokens, request = prompt([0, 1, 2])
+    slots = np.arange(len(tokens))
+    blender.prefill([BlendRequest(tokens, slots)])
+    bench.engine.store(tokens, slot_mapping=slots)
+    assert bench.engine.flush()
+    bench.cache.fill(float("nan"))
+    (found,) = blender.prefill([request])
+    assert (found.num_known, found.num_reused, found.num_computed) == (len(tokens) - 1, 0, 1)
+    torch.testing.assert_close(found.logits.cpu(), bench.full(tokens), **EXACT)
+    bench.close()

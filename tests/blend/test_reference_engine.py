@@ -8,6 +8,7 @@ import pytest
 from blend.conftest import CHUNK, DOCUMENTS, Bench, prompt
 
 from lwkv.blend import AllTokens, Deviation
+from lwkv.errors import RequestError
 from lwkv.reference import Limits, Prompt, ReferenceEngine, generate
 from lwkv.steps import LayerSteps
 
@@ -75,6 +76,18 @@ def test_prompts_that_do_not_fit_together_wait_for_each_other(bench: Bench, num_
     wanted = generate(ReferenceEngine(bench.model, bench.cache), [asked(2, 0), asked(0, 1), asked(1)])
     assert [answer.tokens for answer in found] == [answer.tokens for answer in wanted]
     engine.allocator.free(held)
+
+
+def test_segments_that_do_not_fit_are_refused_before_they_are_in_a_batch(bench: Bench) -> None:
+    engine = serving(bench, bench.blender(AllTokens(), share=1.0))
+    engine.submit(asked(2, 0))
+    with pytest.raises(RequestError, match="overlap or are out of order"):
+        engine.submit(Prompt(list(range(20)), 6, segments=[(5, 9), (8, 12)]))
+    answers: dict[int, Any] = {}
+    while engine.has_work:
+        answers.update(engine.step())
+    assert list(answers) == [0]
+    assert engine.allocator.num_free == bench.cache.num_blocks
 
 
 def test_a_prompt_goes_on_from_what_the_engine_has_itself(bench: Bench) -> None:
