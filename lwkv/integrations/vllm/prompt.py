@@ -28,8 +28,8 @@ def token_ids(request: Any, num_tokens: int) -> Int64s:
     return ids
 
 
-def salts_of(request: Any, epoch: int = 0) -> tuple[str, ...]:
-    """What beside the tokens decides the KV: LoRA, cache salt, and how often the cache was reset."""
+def salts_of(request: Any, epoch: str = "") -> tuple[str, ...]:
+    """What beside the tokens decides the KV: LoRA, cache salt, and the last reset of the cache."""
     salts: list[str] = []
     lora = getattr(request, "lora_request", None)
     if lora is not None:
@@ -37,7 +37,7 @@ def salts_of(request: Any, epoch: int = 0) -> tuple[str, ...]:
     if getattr(request, "cache_salt", None):
         salts += ["salt", str(request.cache_salt)]
     if epoch:
-        salts += ["epoch", str(epoch)]
+        salts += ["epoch", epoch]
     return tuple(salts)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from lwkv.config import Config
 from lwkv.integrations.vllm.chronicle import Chronicle, Removed, Stored
@@ -62,10 +63,11 @@ class SchedulerSide:
         self._num_ranks = num_ranks
         self._window = window
         self._tracked: dict[str, Tracked] = {}
+        self._ended: list[Tracked] = []
         self._step = 0
         self._acknowledged = 0
         self._last_load = 0
-        self._epoch = 0
+        self._epoch = ""
         self._stale = StaleBlocks(block_size)
         self._cared_for: dict[int, list[tuple[Tracked, int]]] = {}
 
@@ -84,8 +86,7 @@ class SchedulerSide:
     def orders(self, output: Any) -> StepOrders:
         """What the step of vLLM's scheduler output is to load and to store."""
         self._step += 1
-        for request_id in output.finished_req_ids:
-            self._tracked.pop(request_id, None)
+        self._end_requests(output)
         scheduled = list(self._scheduled(output))
         loads = [
             self._move(item, item.tracked.load(item.computed)) for item in scheduled if item.tracked.to_load
@@ -109,8 +110,12 @@ class SchedulerSide:
             del self._cared_for[step]
 
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
-        """Learn which blocks vLLM was told to compute again."""
+        """Learn which blocks vLLM was told to compute again. What is behind them rests on them."""
         self._stale.add(blocks)
+        for tracked in (*self._tracked.values(), *self._ended) if blocks else ():
+            first = next((i for i, block in enumerate(tracked.blocks) if block in blocks), None)
+            if first is not None:
+                self._stale.add(tracked.blocks[first:])
 
     def take_events(self) -> Iterable[Stored | Removed]:
         """What came to host memory and went since the last call."""
@@ -122,7 +127,8 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Find nothing any more that was stored before, nor what is still being stored."""
-        self._epoch += 1
+        # No other process may have the same: it may have other weights, and the same folder.
+        self._epoch = uuid4().hex
         self._tracked.clear()
         self.index.clear()
 
@@ -134,6 +140,17 @@ class SchedulerSide:
             tracked = Tracked.follow(request, chunking, self._epoch)
             self._tracked[request.request_id] = tracked
         return tracked
+
+    def _end_requests(self, output: Any) -> None:
+        """Follow requests no more that have ended; of one whose name is used again, the next."""
+        if self._last_load <= self._acknowledged:
+            self._ended.clear()
+        again = {new.req_id for new in output.scheduled_new_reqs}
+        for request_id in set(output.finished_req_ids) - again:
+            tracked = self._tracked.pop(request_id, None)
+            if tracked is not None:
+                # A load may still fail on which it has computed.
+                self._ended.append(tracked)
 
     def _scheduled(self, output: Any) -> Iterator[Scheduled]:
         """The step's requests that are followed, with their blocks as they are now."""
@@ -156,10 +173,12 @@ class SchedulerSide:
             tracked.blocks = []
         tracked.blocks += blocks[0] if blocks else ()
         in_place = computed + int(output.num_scheduled_tokens.get(request_id, 0))
-        if tracked.is_settled(computed, self._storable(tracked, in_place)) and not self._stale:
+        begin = computed - tracked.to_load
+        written = tracked.blocks[begin // self._block_size : -(-in_place // self._block_size)]
+        is_touched = self._stale.concern(-1 if anew else tracked.tested_after, written)
+        if tracked.is_settled(computed, self._storable(tracked, in_place)) and not is_touched:
             return
         state = getattr(output, "kv_connector_block_state", None)
-        begin = computed - tracked.to_load
         yield Scheduled(tracked, begin, computed, in_place, partial(self._blocks, tracked, state, computed))
 
     def _blocks(self, tracked: Tracked, state: Any, computed: int) -> Sequence[int]:

@@ -1,9 +1,10 @@
-"""Blocks whose load failed and that nobody has computed since."""
+"""Blocks that hold garbage: their load failed, or they were computed on such, and not again since."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence
 
+from lwkv.integrations.vllm.orders import NULL_BLOCK
 from lwkv.integrations.vllm.scheduled import Scheduled
 
 
@@ -12,32 +13,74 @@ class StaleBlocks:
 
     vLLM has one request of those that share a block compute it again, and counts it as computed for the
     others, in its prefix cache too. Where that request gets fewer tokens a step, or ends before, the others
-    run on what was never loaded.
+    run on what was never loaded, and what they compute is as bad.
+
+    Attributes:
+        additions: counts how often there came some. A request whose blocks were tested since is tested again
+            only when it gets blocks that others have.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._blocks: set[int] = set()
+        # Of each block, how many leading tokens were computed anew.
+        self._sound: dict[int, int] = {}
+        self.additions = 0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._sound)
 
-    def add(self, blocks: Set[int]) -> None:
-        """Learn which loads failed."""
-        self._blocks |= blocks
+    def add(self, blocks: Iterable[int]) -> None:
+        """Learn which blocks hold garbage, whatever was known of them."""
+        blocks = [block for block in blocks if block != NULL_BLOCK]
+        self.additions += any(self._sound.get(block) != 0 for block in blocks)
+        self._sound.update(dict.fromkeys(blocks, 0))
+
+    def concern(self, seen: int, written: Sequence[int]) -> bool:
+        """Whether a request has to pass a step that writes `written`; `seen` additions were tested."""
+        return bool(self._sound) and (seen != self.additions or not self._sound.keys().isdisjoint(written))
 
     def pass_step(self, scheduled: Sequence[Scheduled]) -> None:
-        """Take out what a step writes, and mark requests that it has compute on the rest."""
-        size = self._block_size
-        for item in scheduled if self._blocks else ():
-            self._blocks.difference_update(item.blocks()[item.begin // size : item.in_place // size])
+        """Take out what a step computes, mark requests that compute on the rest, and put in what these do."""
         for item in scheduled:
-            tracked = item.tracked
-            if tracked.spoiled_from is not None and item.computed <= tracked.spoiled_from:
-                tracked.spoiled_from = None
-            if self._blocks and tracked.spoiled_from is None and self._reads(item):
-                tracked.spoiled_from = item.computed
+            spoiled_from = item.tracked.spoiled_from
+            if spoiled_from is not None and item.computed <= spoiled_from:
+                item.tracked.spoiled_from = None
+        if not self._sound:
+            return
+        parts = [(item, item.blocks()) for item in scheduled]
+        for item, blocks in parts:
+            self._take_out(item, blocks)
+        before = None
+        while before != self.additions:
+            # A request may use blocks that another one computes in this very step.
+            before = self.additions
+            for item, blocks in parts:
+                self._mark(item, blocks)
+        for item in scheduled:
+            item.tracked.tested_after = self.additions
 
-    def _reads(self, item: Scheduled) -> bool:
-        """Whether the step has a request compute on one of the blocks."""
-        return not self._blocks.isdisjoint(item.blocks()[: -(-item.computed // self._block_size)])
+    def _take_out(self, item: Scheduled, blocks: Sequence[int]) -> None:
+        size = self._block_size
+        first = item.begin // size
+        for number, block in enumerate(blocks[first : -(-item.in_place // size)], first):
+            sound = self._sound.get(block, size)
+            # What another request has left of the block in front of `begin` is not made sound by the rest.
+            if sound < size and item.begin <= number * size + sound:
+                self._sound[block] = max(sound, min(size, item.in_place - number * size))
+                if self._sound[block] == size:
+                    del self._sound[block]
+
+    def _mark(self, item: Scheduled, blocks: Sequence[int]) -> None:
+        size, tracked = self._block_size, item.tracked
+        read = blocks[: -(-item.computed // size)]
+        if tracked.spoiled_from is None and not self._sound.keys().isdisjoint(read):
+            tracked.spoiled_from = next(
+                (
+                    number * size
+                    for number, block in enumerate(read)
+                    if self._sound.get(block, size) < min(size, item.computed - number * size)
+                ),
+                None,
+            )
+        if tracked.spoiled_from is not None:
+            self.add(blocks[item.computed // size : -(-item.in_place // size)])

@@ -33,7 +33,8 @@ class Tracked:
         to_load: tokens that its next step loads.
         cared_for: leading chunks that are cached or were ordered to be stored.
         sound: leading tokens of which no rank can have computed garbage.
-        spoiled_from: tokens from here were computed on blocks whose load had failed; None for no such.
+        spoiled_from: tokens from here are garbage, or were computed on some; None for no such.
+        tested_after: additions to the stale blocks when this request was compared with them last.
     """
 
     request: Any
@@ -44,11 +45,12 @@ class Tracked:
     cared_for: int = 0
     sound: int = 0
     spoiled_from: int | None = None
+    tested_after: int = 0
     _ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     _keys: RankKeys = field(default_factory=list)
 
     @classmethod
-    def follow(cls, request: Any, chunking: Chunking, epoch: int) -> Tracked:
+    def follow(cls, request: Any, chunking: Chunking, epoch: str) -> Tracked:
         return cls(request, salts_of(request, epoch), chunking)
 
     def keys(self, index: ChunkIndex, num_tokens: int) -> RankKeys:

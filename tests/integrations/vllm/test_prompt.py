@@ -60,8 +60,8 @@ def test_salts_are_the_lora_the_cache_salt_and_the_resets() -> None:
         salts_of(request(cache_salt="one")),
         salts_of(request(lora_request=lora)),
         salts_of(request(lora_request=lora, cache_salt="one")),
-        salts_of(request(), epoch=1),
-        salts_of(request(), epoch=2),
+        salts_of(request(), epoch="one"),
+        salts_of(request(), epoch="two"),
     ]
     assert requests[0] == ()
     assert len(set(requests)) == len(requests)

@@ -219,3 +219,16 @@ def test_a_rank_s_garbage_is_not_stored_by_the_others() -> None:
     assert engine.failed > 0
     assert engine.loaded >= 24 + 40
     engine.close()
+
+
+def test_what_is_stored_after_a_reset_is_found_by_no_other_process() -> None:
+    """Of two processes on one folder either may have got other weights with its reset."""
+    engines = [Scripted(7), Scripted(7)]
+    keys = []
+    for engine in engines:
+        engine.scheduler.reset()
+        request = ScriptedRequest("after", list(range(CHUNK)), 1)
+        tracked = engine.scheduler._follow(request)
+        keys += [tracked.keys(engine.scheduler.index, CHUNK)[0][0]]
+        engine.close()
+    assert len(set(keys)) == 2
