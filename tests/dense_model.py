@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from lwkv.reference.random_model import RandomTensors
 from lwkv.reference.rope import inverse_frequencies, magnitude
 
 KV = tuple[list[Tensor], list[Tensor]]  # a layer's K before it is turned, and V: head by head
+# Called with a layer, the computed positions, and the K and V of all tokens.
+Keep = Callable[[int, Tensor, KV], Tensor]
 
 
 class Dense:
@@ -89,10 +91,17 @@ class DenseBlend(Dense):
             x = self._blended(layer, x, everywhere, k, v)
         return found
 
-    def blend(self, tokens: Sequence[int], computed: Sequence[int], reused: dict[int, list[KV]]) -> Tensor:
+    def blend(
+        self,
+        tokens: Sequence[int],
+        computed: Sequence[int],
+        reused: dict[int, list[KV]],
+        keep: Keep | None = None,
+    ) -> Tensor:
         """Logits of the last token, where only `computed` positions are computed.
 
-        `reused` has the KV of all others, and may have that of these, by the position where it begins.
+        `reused` has the KV of all others, and may have that of these, by the position where it begins. After
+        a layer's KV only those of the computed positions go on that `keep` gives, ascending.
         """
         rows = torch.tensor(list(computed))
         x = self.tensors["model.embed_tokens.weight"][[tokens[i] for i in computed]]
@@ -100,6 +109,9 @@ class DenseBlend(Dense):
             k, v = self._kv(layer, x)
             whole_k = [self._join(len(tokens), rows, k, reused, layer, 0, h) for h in range(len(k))]
             whole_v = [self._join(len(tokens), rows, v, reused, layer, 1, h) for h in range(len(v))]
+            if keep is not None:
+                kept = keep(layer, rows, (whole_k, whole_v))
+                x, rows = x[torch.isin(rows, kept)], kept
             x = self._blended(layer, x, rows, whole_k, whole_v)
         head = "model.embed_tokens.weight" if self.shape.tied_embeddings else "lm_head.weight"
         return self._norm("model.norm", x[-1]) @ self.tensors[head].T
