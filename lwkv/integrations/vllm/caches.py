@@ -71,6 +71,16 @@ def layer_specs(group: Any) -> dict[str, Any]:
     return {name: group.kv_cache_spec if each is None else each[name] for name in group.layer_names}
 
 
+def window_of(group: Any) -> int | None:
+    """Tokens that a group's layers look back, where vLLM gives the blocks behind them to others; else None.
+
+    A layer of full attention may have a window too, in models of both kinds, and then keeps its blocks.
+    """
+    specs = layer_specs(group).values()
+    windows = [spec.sliding_window for spec in specs if type(spec).__name__.startswith("SlidingWindow")]
+    return min(windows, default=None)
+
+
 def describe(
     vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor], rank: Rank, version: str
 ) -> Description:
@@ -82,8 +92,8 @@ def describe(
     Raises:
         ConfigError: caches that cannot be moved.
     """
-    _refuse_context_parallel(vllm_config.parallel_config)
-    specs = layer_specs(only_group(kv_cache_config))
+    _refuse_parallel(vllm_config.parallel_config)
+    specs = _specs_of(caches, layer_specs(only_group(kv_cache_config)))
     ordered = dict(sorted(caches.items(), key=lambda item: _layer_numbers(item[0])))
     blocks = int(kv_cache_config.num_blocks)
     kv_specs = {name: _kv_spec(specs[name], cache, blocks) for name, cache in ordered.items()}
@@ -125,8 +135,12 @@ def _metadata(vllm_config: Any, spec: KVSpec, num_layers: int, rank: Rank) -> Ca
 
 
 def _revision(vllm_config: Any) -> str:
-    """What else tells bytes of the same prompt apart: the weights, and scales that are measured each time."""
-    revision = str(vllm_config.model_config.revision or "")
+    """What else tells bytes of a prompt apart: weights, how they are read, scales measured each time."""
+    model = vllm_config.model_config
+    revision = str(model.revision or "")
+    for key in ("quantization", "hf_overrides"):
+        if getattr(model, key, None):
+            revision += f" {key} {json.dumps(getattr(model, key), sort_keys=True, default=str)}"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return f"{revision} with the scales of {uuid4()}"
     return revision
@@ -137,6 +151,16 @@ def _rope(model: Any) -> str:
     config = model.hf_text_config
     values = {name: getattr(config, name, None) for name in _ROPE}
     return json.dumps(values, sort_keys=True, default=str)
+
+
+def _specs_of(caches: Mapping[str, torch.Tensor], specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of every cache; layers that share the KV of another one have none of their own."""
+    owners = {caches[name].data_ptr(): spec for name, spec in specs.items() if name in caches}
+    try:
+        return {name: specs.get(name) or owners[cache.data_ptr()] for name, cache in caches.items()}
+    except KeyError:
+        unknown = sorted(set(caches) - set(specs))
+        raise ConfigError(f"vLLM does not tell what these layers keep: {', '.join(unknown)}") from None
 
 
 def _kv_spec(spec: Any, cache: torch.Tensor, num_blocks: int) -> KVSpec:
@@ -176,9 +200,15 @@ def _layer_numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in _LAYER.findall(name))
 
 
-def _refuse_context_parallel(parallel: Any) -> None:
+def _refuse_parallel(parallel: Any) -> None:
     for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, key, 1) > 1:
             raise ConfigError(
                 f"{key}: got {getattr(parallel, key)}; lwkv knows no split along tokens: allowed is 1"
+            )
+    for key, most in (("enable_dbo", False), ("ubatch_size", 1)):
+        if getattr(parallel, key, most) > most:
+            raise ConfigError(
+                f"{key}: got {getattr(parallel, key)}; hooks would come for each part of a batch, the first "
+                f"before the others are computed: allowed is {most}"
             )

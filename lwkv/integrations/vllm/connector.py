@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.below import open_below
-from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group
+from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
 from lwkv.integrations.vllm.chronicle import Chronicle
 from lwkv.integrations.vllm.events import as_event
 from lwkv.integrations.vllm.index import ChunkIndex
@@ -156,7 +156,7 @@ class LWKVConnector(KVConnectorBase_V1):
 
 def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> SchedulerSide:
     config, role = settings.config, vllm_config.kv_transfer_config
-    spec = only_group(kv_cache_config).kv_cache_spec
+    group = only_group(kv_cache_config)
     ranks = vllm_config.parallel_config.world_size
     below = partial(open_below, config) if tier_urls(config) else None
     index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk, below)
@@ -164,9 +164,9 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         config,
         Role(loads=role.is_kv_consumer, stores=role.is_kv_producer),
         index,
-        block_size=spec.block_size,
+        block_size=group.kv_cache_spec.block_size,
         num_ranks=ranks,
-        window=getattr(spec, "sliding_window", None),
+        window=window_of(group),
         chronicle=Chronicle(config.chunk_size) if _announces(vllm_config) else None,
     )
 

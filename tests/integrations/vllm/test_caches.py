@@ -9,7 +9,7 @@ import torch
 from lwkv.config import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group
+from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
 from lwkv.platforms.cpu import CPU
 
 BLOCKS = 6
@@ -17,6 +17,10 @@ RANK = Rank(1, 2, 0, 1)
 
 
 class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
     """Named as vLLM's."""
 
 
@@ -165,3 +169,49 @@ def test_models_that_keep_other_things_than_keys_and_values_are_refused(groups: 
 def test_a_split_along_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="decode_context_parallel_size: got 2"):
         described(spec(), BLOCKS, 2, 16, 16, decode_context_parallel_size=2)
+
+
+@pytest.mark.parametrize(("key", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
+def test_batches_that_are_computed_in_parts_are_refused(key: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: got {value}"):
+        described(spec(), BLOCKS, 2, 16, 16, **{key: value})
+
+
+def test_one_batch_is_no_part() -> None:
+    assert described(spec(), BLOCKS, 2, 16, 16, enable_dbo=False, ubatch_size=1).caches
+
+
+def test_only_a_window_whose_blocks_are_given_to_others_counts() -> None:
+    full, sliding = FullAttentionSpec(sliding_window=64), SlidingWindowSpec(sliding_window=64)
+    each = SimpleNamespace(kv_cache_specs={"a": sliding, "b": SlidingWindowSpec(sliding_window=32)})
+    groups = [group(spec(), ["a"]), group(full, ["a"]), group(sliding, ["a"]), group(each, ["a", "b"])]
+    assert [window_of(one) for one in groups] == [None, None, 64, 32]
+
+
+def test_layers_that_share_the_kv_of_another_one_have_its_spec() -> None:
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(2)}
+    caches["model.layers.2.self_attn.attn"] = caches[names(2)[1]]
+    found = describe(vllm_config(), config_of(group(spec(), names(2))), caches, RANK, "0.32.0")
+    arguments = {"layout_hints": found.hints, "platform": CPU()}
+    with CacheEngine.create(Config(chunk_size=32), found.metadata, found.caches, **arguments) as engine:
+        assert engine.num_layers == 2
+        assert engine.connector.layer_of["model.layers.2.self_attn.attn"] == 1
+
+
+def test_a_layer_of_which_nothing_is_told_is_refused_by_name() -> None:
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(2)}
+    with pytest.raises(ConfigError, match=names(2)[1]):
+        describe(vllm_config(), config_of(group(spec(), names(1))), caches, RANK, "0.32.0")
+
+
+@pytest.mark.parametrize(("key", "value"), [("quantization", "fp8"), ("hf_overrides", {"rope_theta": 5})])
+def test_how_weights_are_read_is_part_of_the_revision(key: str, value: Any) -> None:
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(1)}
+    revisions = []
+    for found in (None, {}, value):
+        config = vllm_config()
+        setattr(config.model_config, key, found)
+        arguments = (config, config_of(group(spec(), names(1))), caches, RANK, "0.32.0")
+        revisions.append(describe(*arguments).metadata.revision)
+    assert revisions[:2] == ["", ""]
+    assert key in revisions[2]
