@@ -56,8 +56,9 @@ NOTICED = 0.05
 # How much of a new measurement enters, and how fast a load that holds nothing up is taken to be faster.
 FRESH = 0.5
 FASTER = 0.9
-# However slow a load was, it is tried again after few prompts: it counts for so many times a full prefill.
-SLOWEST = 1.2
+# However slow a load was, it counts for so many times a full prefill, and is tried again after two of these;
+# each time that it is slow again, for so many times more, up to the second number.
+SLOWER, SLOWEST = 1.2, 4.0
 
 
 class LoadingController:
@@ -72,6 +73,7 @@ class LoadingController:
         self.minimum = minimum
         self.compute_s: float | None = None
         self.load_s: float | None = None
+        self._most = 1.0
 
     def decide(self, work: Work) -> Decision:
         """Choose for a batch."""
@@ -80,7 +82,7 @@ class LoadingController:
         load = self.load_s * work.loads
         full = self.compute_s * work.rows(1.0)
         if max(load, self.compute_s * work.rows(self.minimum)) >= full:
-            self.load_s = FASTER * min(load, SLOWEST * full) / work.loads  # so that it is tried again
+            self.load_s = FASTER * min(load, self._most * full) / work.loads  # so that it is tried again
             return Decision(1.0, Reason.PREFILL)
         spare = load / self.compute_s - work.rows(0.0)
         hidden = spare / (work.reused * max(work.num_layers - work.full_layers, 1))
@@ -99,7 +101,10 @@ class LoadingController:
         held_up = pace.waited - pace.waited_first > NOTICED * whole
         if held_up:
             self.load_s = _mixed(self.load_s, whole / work.loads)
+            slow = whole > self.compute_s * work.rows(1.0)
+            self._most = min(self._most * SLOWER, SLOWEST) if slow else 1.0
         else:
+            self._most = 1.0
             known = whole if self.load_s is None else self.load_s * work.loads
             self.load_s = FASTER * min(known, whole) / work.loads
 

@@ -61,6 +61,20 @@ def test_one_load_however_slow_leaves_no_more_than_two_prompts_without_their_seg
     assert reasons == [Reason.PREFILL, Reason.PREFILL, Reason.HIDDEN]
 
 
+def test_a_tier_that_stays_slow_is_tried_less_and_less_often_and_one_that_recovers_as_before() -> None:
+    controller = LoadingController(0.15)
+
+    def prefills_after(waited: float) -> int:
+        controller.learn(WORK, 10_000, PaceFound(10.0, waited, 0.0))
+        return next(n for n in range(100) if controller.decide(WORK).reason is not Reason.PREFILL)
+
+    slow = [prefills_after(1e6) for _ in range(20)]
+    assert slow == sorted(slow)
+    assert (slow[0], slow[1], slow[-1]) == (2, 4, 14)
+    assert prefills_after(0.0) == 0
+    assert prefills_after(1e6) == 2
+
+
 def test_a_pass_too_short_for_the_clock_teaches_nothing() -> None:
     controller = LoadingController(0.15)
     controller.learn(WORK, 8000, PaceFound(0.0, 0.0, 0.0))
