@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -48,6 +49,10 @@ class ChunkIndex:
         chunk_size: tokens of a chunk.
         partial: whether the rest of a prompt that fills no chunk is one as well.
         open_below: opens a rank's tiers below host memory, which the scheduler reaches itself.
+        clock: seconds.
+
+    Attributes:
+        changes: counts what was learnt; lookups may have other answers since.
     """
 
     def __init__(
@@ -56,7 +61,10 @@ class ChunkIndex:
         chunk_size: int,
         partial: bool = False,
         open_below: Callable[[RankInfo], Below] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
+        self.changes = 0
         self._num_ranks = num_ranks
         self._chunk_size = chunk_size
         self._partial = partial
@@ -76,12 +84,14 @@ class ChunkIndex:
         """Learn how a rank names its chunks. Raises ConfigError where its lower tiers cannot be opened."""
         known = self._ranks.get(info.rank)
         if known is None or known.info != info:
+            self.changes += 1
             self._ranks[info.rank] = Rank(info, self._open_below(info) if self._open_below else None)
 
     def learn(self, report: RankReport) -> None:
         """Take over what a rank has, and has not."""
         self.introduce(report.info)
         rank = self._ranks[report.info.rank]
+        self.changes += bool(report.kept or report.dropped or report.failed)
         rank.kept.difference_update(report.dropped)
         rank.kept.update(report.kept)
         rank.failed.difference_update(report.kept)
@@ -91,6 +101,7 @@ class ChunkIndex:
 
     def clear(self) -> None:
         """Forget all chunks."""
+        self.changes += 1
         for rank in self._ranks.values():
             rank.kept.clear()
             rank.failed.clear()

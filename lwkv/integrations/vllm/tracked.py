@@ -14,6 +14,9 @@ from lwkv.integrations.vllm.prompt import salts_of, token_ids
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import Chunking
 
+ASK_AGAIN_S = 1.0
+"""Seconds after which a waiting request's chunks are looked for again where there was no news of any."""
+
 
 class Span(NamedTuple):
     """Tokens [first, end) are moved; their keys stand for the first `num_tokens`."""
@@ -48,6 +51,9 @@ class Tracked:
     tested_after: int = 0
     _ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     _keys: RankKeys = field(default_factory=list)
+    _found: int = 0
+    _found_for: tuple[int, int] | None = None
+    _found_at: float = 0.0
 
     @classmethod
     def follow(cls, request: Any, chunking: Chunking, epoch: str) -> Tracked:
@@ -63,7 +69,7 @@ class Tracked:
     def hit(self, index: ChunkIndex, block_size: int) -> int:
         """Leading tokens that can be loaded: whole blocks, and never all tokens: one must be computed."""
         num_tokens = int(self.request.num_tokens)
-        cached = index.prefix(self.keys(index, num_tokens)) * self.chunking.chunk_size
+        cached = self._prefix(index, num_tokens) * self.chunking.chunk_size
         usable = min(cached, self._in_chunks(num_tokens), num_tokens - 1)
         return usable - usable % block_size
 
@@ -108,6 +114,14 @@ class Tracked:
             self._ids, self._keys = token_ids(self.request, span.num_tokens), []
         ids = self._ids[: span.num_tokens]
         return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end)
+
+    def _prefix(self, index: ChunkIndex, num_tokens: int) -> int:
+        """Leading chunks that can be loaded. While a request waits, vLLM asks every step."""
+        now, asked = index.clock(), (num_tokens, index.changes)
+        if asked != self._found_for or now - self._found_at >= ASK_AGAIN_S:
+            self._found = index.prefix(self.keys(index, num_tokens))
+            self._found_for, self._found_at = asked, now
+        return self._found
 
     def _lacks(self, num_tokens: int) -> bool:
         """Whether there are no keys for `num_tokens` tokens yet; the key of a rest is for just its tokens."""

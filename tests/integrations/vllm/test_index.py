@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
+from lwkv.integrations.vllm.tracked import ASK_AGAIN_S, Tracked
 from lwkv.keys import ChunkKey, chunk_keys
+from lwkv.request import Chunking
 
 CHUNK = 4
 TOKENS = np.arange(8 * CHUNK)
@@ -120,3 +124,28 @@ def test_tokens_are_moved_together_as_the_coarsest_rank_must(rows: list[int]) ->
     for rank, tokens in enumerate(rows):
         index.introduce(RankInfo(rank, "name", tokens))
     assert index.tokens_per_row == max(rows)
+
+
+def test_lower_tiers_are_asked_again_for_a_waiting_request_after_news_or_a_while() -> None:
+    now = [0.0]
+    shelf = Shelf(*chunk_keys(TOKENS, CHUNK, info(0).namespace)[:2])
+    index = ChunkIndex(1, CHUNK, open_below=lambda _: shelf, clock=lambda: now[0])
+    index.introduce(info(0))
+    request: Any = SimpleNamespace(all_token_ids=TOKENS.tolist(), num_tokens=len(TOKENS))
+    tracked = Tracked.follow(request, Chunking(CHUNK, False, 1), "")
+    for _ in range(3):
+        assert tracked.hit(index, CHUNK) == 2 * CHUNK
+    assert len(shelf.asked) == 8
+    index.learn(RankReport(info(0), 1))  # no news
+    assert tracked.hit(index, CHUNK) == 2 * CHUNK
+    assert len(shelf.asked) == 8
+    index.learn(RankReport(info(0), 2, failed=hashes(0, 1)))
+    assert tracked.hit(index, CHUNK) == CHUNK
+    assert len(shelf.asked) == 8 + 7
+    index.clear()
+    shelf.keys.clear()
+    assert tracked.hit(index, CHUNK) == 0
+    shelf.keys.update(chunk_keys(TOKENS, CHUNK, info(0).namespace)[:3])
+    assert tracked.hit(index, CHUNK) == 0
+    now[0] += ASK_AGAIN_S
+    assert tracked.hit(index, CHUNK) == 3 * CHUNK
