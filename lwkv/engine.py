@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast
@@ -99,7 +100,10 @@ class CacheEngine:
         )
         self._closed = False
         self._ended = False
-        connector.start(self._pool, timeline)
+        with ExitStack() as undo:
+            undo.callback(self._storage.close, 0)
+            connector.start(self._pool, timeline)
+            undo.pop_all()
         self._completions = Completions(self._counters, use_device)
         self._parts = EngineParts(
             config, self._memo.of, self._storage, connector, self._completions, self._counters
@@ -237,8 +241,8 @@ class CacheEngine:
         self._storage.frozen = frozen
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`, or a
-        tier did not take all that was stored because it is left alone.
+        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`, or
+        with `write_back` a tier did not take all that was stored because it is left alone.
 
         On a closed engine that is what `close` did not wait for.
 

@@ -18,6 +18,7 @@ from lwkv.storage.disk_names import CHUNK_SUFFIX, Kind, kind_of
 LOCK_TIMEOUT_S = 10.0
 LEFTOVER = "left by a dead writer"
 OTHER_VERSION = "of another version"
+NOT_READABLE = "not readable"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def _look(folder: Path, verify: bool) -> Iterator[FileFound]:
             header = _read(path, verify) if kind is Kind.CHUNK else None
         except FileNotFoundError:
             continue  # removed meanwhile
+        except PermissionError:
+            yield FileFound(path.name, NOT_READABLE, stat.st_size, stat.st_mtime)
         except BadFileError as error:
             if error.reason == "version":
                 yield FileFound(path.name, OTHER_VERSION, stat.st_size, stat.st_mtime)
@@ -113,7 +116,7 @@ def _clean(folder: Path, found: list[FileFound]) -> list[str]:
         for file in useless:
             try:
                 (folder / file.name).unlink()
-            except (FileNotFoundError, IsADirectoryError):
+            except (FileNotFoundError, IsADirectoryError, PermissionError):
                 continue
             removed.append(file.name)
             if lock.used >= 0:

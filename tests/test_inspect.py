@@ -126,3 +126,20 @@ def test_a_folder_that_is_not_there_is_told_in_one_line(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == (
         "lwkv: '/not/there' is no folder: give the local_disk of a configuration\n"
     )
+
+
+def test_a_file_that_may_not_be_read_is_told_and_left(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path_open, refused = Path.open, f"{key(3).to_string()}.kv"
+
+    def refuse(path: Path, *arguments: Any) -> Any:
+        if path.name == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return path_open(path, *arguments)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    code, found = inspect(capsys, folder, "--clean")
+    assert code == 0
+    assert [file["kind"] for file in found["files"] if file["name"] == refused] == ["not readable"]
+    assert (folder / refused).exists()

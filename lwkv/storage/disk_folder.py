@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lwkv.counters import Counters
-from lwkv.storage.disk_io import create
+from lwkv.storage.disk_headers import Version
+from lwkv.storage.disk_io import NO_SPACE, create
 from lwkv.storage.disk_lock import FolderLock, is_owned, locked, own, used_in
 from lwkv.storage.disk_names import BAD_SUFFIX, CHUNK_SUFFIX, Kind, draft_name, kind_of
 from lwkv.storage.disk_uses import Uses
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 NO_FILE = -1
 RESCAN_S = 30.0
 SET_ASIDE_S = 1.0
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -71,7 +71,9 @@ class Folder:
             with locked(path, timeout_s) as lock:
                 self._scan(lock)
                 self._make_room(lock, 0)
-        except TimeoutError as error:
+        except OSError as error:
+            if not isinstance(error, TimeoutError) and error.errno not in NO_SPACE:
+                raise
             log.warning("tier disk: what is in %s is counted later: %s", path, error)
 
     @property
@@ -98,6 +100,14 @@ class Folder:
         self._uses.add(key + CHUNK_SUFFIX, found.st_mtime)
         return found.st_size
 
+    def version_of(self, key: str) -> Version | None:
+        """Which file a chunk has now; None for none."""
+        try:
+            found = os.stat(self.chunk_path(key), follow_symlinks=False)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
     def has(self, key: str) -> bool:
         """Whether anything has the name of this chunk's file."""
         return os.path.lexists(self.chunk_path(key))
@@ -118,9 +128,15 @@ class Folder:
         try:
             return self._new_draft(key, num_bytes)
         except DiskFullError:
-            self._counters.add("disk_no_space")
-            self._remove(num_bytes)
+            self.make_way(num_bytes)
             return self._new_draft(key, num_bytes)
+
+    def make_way(self, num_bytes: int) -> None:
+        """Remove files of so many bytes, used longest ago, or all: the disk is full before the limit is."""
+        self._counters.add("disk_no_space")
+        with locked(self.path, self._timeout_s) as lock:
+            while num_bytes > 0 and (freed := self._remove_oldest(lock)):
+                num_bytes -= freed
 
     def commit(self, draft: Draft) -> None:
         """Make a complete file visible; where another process was faster, its file stays. Raises OSError."""
@@ -192,15 +208,9 @@ class Folder:
             if error.errno in _NOT_OFFERED:
                 return
             self.discard(draft)
-            if error.errno in _NO_SPACE:
+            if error.errno in NO_SPACE:
                 raise DiskFullError(*error.args) from error
             raise
-
-    def _remove(self, num_bytes: int) -> None:
-        """Remove files of so many bytes, used longest ago, or all: the disk is full before the limit is."""
-        with locked(self.path, self._timeout_s) as lock:
-            while num_bytes > 0 and (freed := self._remove_oldest(lock)):
-                num_bytes -= freed
 
     def _make_room(self, lock: FolderLock, num_bytes: int) -> bool:
         scanned = False
@@ -230,7 +240,7 @@ class Folder:
                     self._uses.add(name, found.st_mtime)  # another process has used it since
                     continue
                 os.unlink(path)
-            except (FileNotFoundError, IsADirectoryError):
+            except (FileNotFoundError, IsADirectoryError, PermissionError):
                 continue
             lock.used -= found.st_size
             self._counters.add("disk_evicted")
@@ -258,7 +268,7 @@ class Folder:
         """Whether the file at `path` has no writer any more, and is gone."""
         if is_owned(path):
             return False
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, PermissionError):
             os.unlink(path)
             self._counters.add("disk_leftovers")
         return True

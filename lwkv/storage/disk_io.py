@@ -28,6 +28,7 @@ _Buffer = mmap.mmap | memoryview
 _Call = Callable[[int, Sequence[_Buffer], int], int]
 log = logging.getLogger(__name__)
 OWNER_ONLY = 0o600
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,23 @@ def create(path: str, direct: bool) -> int:
 def reads_directly(folder: str) -> bool:
     """Whether O_DIRECT works in `folder`: some file systems refuse it, some only when it is used.
 
-    Raises OSError where the folder cannot be written to.
+    Where it is full, what it takes is taken for granted: each file is tried again. Raises OSError where the
+    folder cannot be written to.
     """
     path = os.path.join(folder, f".lwkv-probe-{os.getpid()}-{os.urandom(4).hex()}")
     try:
         file = create(path, direct=True)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, *NO_SPACE):
             raise
         return False
     try:
         with mmap.mmap(-1, ALIGNMENT) as memory:
             return os.pwrite(file, memory, 0) == os.preadv(file, [memory], 0) == ALIGNMENT
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, *NO_SPACE):
             raise
-        return False
+        return error.errno != errno.EINVAL
     finally:
         os.close(file)
         os.unlink(path)

@@ -68,6 +68,8 @@ def is_owned(path: str) -> bool:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return True  # another user's, who will see to it
     try:
         return not _try_lock(file)
     finally:

@@ -13,7 +13,7 @@ from lwkv.keys import LayerKey
 from lwkv.storage.checksum import checksum
 from lwkv.storage.disk_folder import NO_FILE, Folder
 from lwkv.storage.disk_format import BadFileError, FileForm, Header, header_size, unpack
-from lwkv.storage.disk_headers import Headers
+from lwkv.storage.disk_headers import Headers, Useless
 from lwkv.storage.disk_io import bytes_of, open_to_read, read_bytes, read_pages
 from lwkv.storage.tier import Status
 
@@ -30,9 +30,12 @@ class DiskReader:
         self._form = form
         self._headers = headers
         self._counters = counters
+        self._useless = Useless()
 
     def is_there(self, key: str) -> bool:
         """Whether a chunk has a file of the right size; another one is looked into, and set aside if bad."""
+        if key in self._useless and self._useless.is_still(key, self._folder.version_of(key)):
+            return False
         size = self._folder.size_of(key)
         if size is None or size == self._form.file_bytes:
             return size is not None
@@ -51,19 +54,30 @@ class DiskReader:
         except FileNotFoundError:
             return Status.MISS
         except OtherFormError:
-            self._counters.add("disk_other_form")
-            return Status.MISS
+            return self._is_useless(key, "other_form")
+        except PermissionError:
+            return self._is_useless(key, "unreadable")
         except BadFileError as error:
-            self._folder.set_aside(key, error.reason, str(error))
+            self._set_aside(key, error.reason, str(error))
             return Status.MISS
         except OSError as error:
             if self._folder.size_of(key) == NO_FILE:
-                self._folder.set_aside(key, "foreign", "it is no ordinary file")
+                self._set_aside(key, "foreign", "it is no ordinary file")
                 return Status.MISS
             if error.errno != errno.EIO:
                 raise
             self._counters.add("disk_io_errors")
             return Status.ERROR
+
+    def _is_useless(self, key: str, reason: str) -> Status:
+        self._counters.add(f"disk_{reason}")
+        self._useless.note(key, self._folder.version_of(key))
+        return Status.MISS
+
+    def _set_aside(self, key: str, reason: str, text: str) -> None:
+        self._folder.set_aside(key, reason, text)
+        if (still := self._folder.version_of(key)) is not None:
+            self._useless.note(key, still)
 
     def _fill(self, key: str, layer: int, page: torch.Tensor) -> Status:
         file = open_to_read(self._folder.chunk_path(key), self._folder.direct)

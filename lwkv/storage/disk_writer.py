@@ -12,7 +12,7 @@ from lwkv.storage.checksum import checksum
 from lwkv.storage.disk_folder import Draft, Folder
 from lwkv.storage.disk_format import FileForm, pack
 from lwkv.storage.disk_headers import Headers
-from lwkv.storage.disk_io import bytes_of, write_bytes, write_pages
+from lwkv.storage.disk_io import NO_SPACE, bytes_of, write_bytes, write_pages
 from lwkv.workers import Workers
 
 NUM_THREADS = 4
@@ -52,8 +52,10 @@ class DiskWriter:
             self._write(writing, pages)
             if 0 in pages:
                 return self._finish(key, writing)
-        except BaseException:
+        except BaseException as error:
             self._folder.discard(writing.draft)
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                self._folder.make_way(self._form.file_bytes)
             raise
         self._keep_for_later(key, writing)
         return True

@@ -64,8 +64,8 @@ class LowerTiers:
         self._settle(0)
 
     def flush(self, timeout_s: float) -> bool:
-        """Copy all that is not copied yet; False if that took longer than `timeout_s` seconds, or a tier that
-        is left alone did not take all that it was to get since the last call."""
+        """Copy all that is not copied yet; False if that took longer than `timeout_s` seconds, or with
+        `write_back` a tier that is left alone did not take all that it was to get since the last call."""
         self.settle()
         idle = self.wait_idle(timeout_s)
         with self._lock:
@@ -130,5 +130,5 @@ class LowerTiers:
             if self._owe(debt, self._pool.max_pages // 2):
                 return
             with self._lock:
-                self._given_up += 1
+                self._given_up += self._write_back  # at once: what is left out is counted, and no debt
         self._pool.release(debt[2].pages)

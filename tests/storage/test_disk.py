@@ -21,7 +21,7 @@ from storage.rig import NUM_LAYERS, PAGE_BYTES, key, keys
 from storage.tier_calls import layer_keys, load, put, store
 
 from lwkv.errors import ConfigError
-from lwkv.storage import Status, disk, disk_folder, disk_io, disk_reader, disk_uses, disk_writer
+from lwkv.storage import Status, disk, disk_folder, disk_io, disk_names, disk_reader, disk_uses, disk_writer
 from lwkv.storage.disk_lock import locked
 
 ALL_LAYERS = range(NUM_LAYERS)
@@ -192,11 +192,68 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(rig: DiskRig, ho
     theirs = in_another_form(key(1), how)
     rig.path(key(1)).write_bytes(theirs)
     tier = rig.open()
-    tier.contains(keys(1), 1)
     assert load(tier, layer_keys(key(1), [1])) == [Status.MISS]
+    assert tier.contains(keys(1), 1) == [False], "nobody promises it from now on"
     store(tier, key(1))
     assert rig.path(key(1)).read_bytes() == theirs
     assert rig.counters.totals().keys() == {"disk_other_form"}
+
+
+def test_a_chunk_that_takes_the_place_of_another_versions_is_found(rig: DiskRig) -> None:
+    rig.path(key(1)).write_bytes(in_another_form(key(1), "version"))
+    tier = rig.open()
+    assert load(tier, layer_keys(key(1), [1])) == [Status.MISS]
+    rig.path(key(1)).unlink()
+    assert tier.contains(keys(1), 1) == [False]
+    store(rig.open(), key(1))
+    assert tier.contains(keys(1), 1) == [True]
+    assert rig.is_whole(tier, key(1))
+
+
+def _refuse(path: str, *_: object) -> Any:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+def test_a_file_that_may_not_be_read_is_a_miss_alone(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = rig.open()
+    store(tier, *keys(1, 2))
+    with monkeypatch.context() as refused:
+        refused.setattr(disk_reader, "open_to_read", _refuse)
+        assert load(tier, layer_keys(key(1), [1])) == [Status.MISS]
+    assert rig.counters.totals() == {"disk_unreadable": 1}
+    assert tier.contains(keys(1, 2), 1) == [False, True]
+    assert rig.is_whole(tier, key(2))
+
+
+def test_a_file_that_may_not_be_set_aside_is_promised_no_more(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _text(rig.path(key(1)))
+    tier = rig.open()
+    monkeypatch.setattr(os, "rename", _refuse)
+    assert load(tier, layer_keys(key(1), [1])) == [Status.MISS]
+    assert tier.contains(keys(1), 1) == [False]
+
+
+def test_a_file_that_may_not_be_removed_stays_and_another_one_goes(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, unlink = rig.open(room=2), os.unlink
+    store(tier, *keys(1, 2))
+    monkeypatch.setattr(os, "unlink", lambda path: (_refuse if key(1).to_string() in path else unlink)(path))
+    store(tier, key(3))
+    assert tier.contains(keys(1, 2, 3), 1) == [True, False, True]
+
+
+def test_the_draft_of_another_user_is_left_alone(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = rig.folder / disk_names.draft_name(key(1).to_string())
+    draft.write_bytes(bytes(4096))
+    os_open = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *more: (_refuse if path == str(draft) else os_open)(path, *more)
+    )
+    rig.open()
+    assert rig.names() == [draft.name]
 
 
 def test_a_file_that_was_removed_and_written_anew_meanwhile_is_read(rig: DiskRig) -> None:
@@ -410,6 +467,42 @@ def test_a_write_that_breaks_off_leaves_nothing(
             store(tier, key(1))
     assert (rig.names(), rig.used(), tier.contains(keys(1), 1)) == ([], 0, [False])
     store(tier, key(1))
+    assert rig.is_whole(tier, key(1))
+
+
+def test_a_disk_that_fills_up_while_a_file_is_written_makes_room_for_the_next(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full after all")
+
+    tier = rig.open()
+    store(tier, *keys(1, 2))
+    with monkeypatch.context() as full:
+        full.setattr(disk_writer, "write_pages", fail)
+        with pytest.raises(OSError, match="full after all"):
+            store(tier, key(3))
+    assert tier.contains(keys(1, 2), 1) == [False, True]
+    assert rig.counters.totals() == {"disk_no_space": 1, "disk_evicted": 1}
+    store(tier, key(3))
+    assert rig.is_whole(tier, key(3))
+
+
+@pytest.mark.parametrize("name", ["pwrite", "open"])
+def test_a_disk_that_is_full_at_the_start_is_read_from(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store(rig.open(), key(1))
+    call = getattr(os, name)
+
+    def full(what: object, flags: Any, *more: Any) -> Any:
+        if name == "pwrite" or flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call(what, flags, *more)
+
+    monkeypatch.setattr(os, name, full)
+    tier = rig.open()
+    assert tier.contains(keys(1), 1) == [True]
     assert rig.is_whole(tier, key(1))
 
 

@@ -9,11 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from oracle import Oracle
 from storage.faulty_tier import FaultyTier
 from storage.places import make_setup
 
+from lwkv import CacheEngine, CacheMetadata
 from lwkv.config import Config
 from lwkv.errors import ConfigError
+from lwkv.platforms import detect_platform
 from lwkv.storage import Tier, TierSetup, tiers
 
 DISK = {"max_local_disk_size": 0.1}
@@ -89,3 +92,13 @@ def test_where_one_tier_cannot_be_opened_none_stays_open(
     with pytest.raises(ConfigError, match="no such bucket"):
         tiers.open_tiers(make_setup(5, 3, local_disk=str(tmp_path), remote_url="theirs://host", **DISK))
     assert closed == ["disk"]
+
+
+def test_an_engine_that_cannot_be_made_closes_its_tiers() -> None:
+    platform = detect_platform()
+    oracle = Oracle(platform, platform.current_device())
+    tier = FaultyTier()
+    metadata = CacheMetadata("toy", oracle.dims.layers, 2, 3, oracle.dims.dtype)
+    with oracle.engine() as engine, pytest.raises(ConfigError, match="belongs to an engine"):
+        CacheEngine(engine.config, metadata, engine.connector, [tier])
+    assert tier.calls_of("close") == [[]]
