@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lwkv.config_conflicts import refuse_conflicts
-from lwkv.config_errors import Origins, allowed_of, clipped, explain, joined, shown, unknown_key
+from lwkv.config_errors import Origins, allowed_of, clipped, explain, is_secret, joined, shown, unknown_key
 from lwkv.config_help import show_settings
 from lwkv.config_sources import PREFIX, read_environment, read_file
 from lwkv.errors import ConfigError
@@ -195,6 +195,8 @@ def _read_named_file(path: str | os.PathLike[str] | None, environ: Mapping[str, 
 
 def _variable(key: str, environ: Mapping[str, str]) -> str:
     name = f"{PREFIX}{key.upper()}"
+    if key == "remote_url" or (key == "extra_config" and is_secret(environ[name])):
+        return f"environment variable {name}"
     return f"environment variable {name}={clipped(environ[name])}"
 
 

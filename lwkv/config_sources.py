@@ -10,7 +10,16 @@ from typing import Any
 
 import yaml
 
-from lwkv.config_errors import clipped, did_you_mean, joined, shown
+from lwkv.config_errors import (
+    HIDDEN,
+    clipped,
+    did_you_mean,
+    is_secret,
+    joined,
+    shown,
+    shown_inside,
+    shown_unless_secret,
+)
 from lwkv.errors import ConfigError
 
 PREFIX = "LWKV_"
@@ -88,7 +97,7 @@ def read_file(path: str | PathLike[str], told_by: str) -> dict[str, object]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"configuration file {fspath(path)!r} ({told_by}): got {shown(values)}; "
+            f"configuration file {fspath(path)!r} ({told_by}): got {shown_inside(values)}; "
             "allowed: lines of `key: value`"
         )
     return {str(key): value for key, value in values.items()}
@@ -112,7 +121,7 @@ def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> di
 
 def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
     near, names = did_you_mean(name, known), ", ".join(sorted(known))
-    value = "..." if "PAS" in name.upper() else shown(text)  # a password, perhaps
+    value = shown_unless_secret(name, text)
     return f"environment variable {clipped(name)}={value} names no setting{near}; allowed: {names}"
 
 
@@ -123,5 +132,6 @@ def _read_text(name: str, text: str, kind: str) -> object:
         return yaml.load(f"[{text}]" if "," in text and text.strip()[0] not in "[{" else text, _Loader)
     except yaml.YAMLError as error:
         if kind == "mapping":
-            raise ConfigError(f"environment variable {name}={shown(text)} cannot be read: {error}") from error
+            told = f"{HIDDEN} cannot be read" if is_secret(text) else f"{shown(text)} cannot be read: {error}"
+            raise ConfigError(f"environment variable {name}={told}") from None
         return text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lwkv.config import Config
@@ -45,6 +47,69 @@ def test_errors_about_the_address_show_no_password(source: str, monkeypatch: pyt
     monkeypatch.setenv("LWKV_REMOTE_URL", wrong if source == "environment" else URL)
     with pytest.raises(ConfigError, match=r"redis://\*\*\*@ho st") as refused:
         Config.load(**({"remote_url": wrong} if source == "argument" else {}))
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("source", ["argument", "environment"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        f"someone:{SECRET}@host:1",
+        f"redis//someone:{SECRET}@host:1",
+        f"redis:/someone:{SECRET}@host:1",
+        f"redis://someone:a {SECRET}@host:1",
+        f"redis://someone:a'\n{SECRET}@host:1",
+        f'redis://someone:"@{SECRET} x@host:1',
+    ],
+)
+def test_of_an_address_that_is_none_only_what_follows_the_at_is_shown(
+    source: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source == "environment":
+        monkeypatch.setenv("LWKV_REMOTE_URL", wrong)
+    with pytest.raises(ConfigError, match=r"remote_url: got .*\*\*\*@host:1") as refused:
+        Config.load(**({"remote_url": wrong} if source == "argument" else {}))
+    assert SECRET not in str(refused.value)
+    assert "someone" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"remote_url: someone {SECRET}",
+        f"remote_url: {{redis: someone:{SECRET}}}",
+        f"remote_url: [{SECRET}]",
+        f"remote_url: redis://someone:{SECRET}: x@h",
+        f"remote_password: {SECRET}",
+        f"api_token: {SECRET}",
+        f"server: {{user: {SECRET}}}",
+        f"extra_config: {{remote_password: {SECRET}}}",
+        f"extra_config: [password, {SECRET}]",
+        f"[password, {SECRET}]",
+    ],
+)
+def test_a_file_that_is_refused_shows_no_password(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "lwkv.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        Config.load(file)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{{remote_password: {}}}", "{{password: {}", "password {}"])
+def test_extra_settings_of_the_environment_show_no_password(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LWKV_EXTRA_CONFIG", text.format(SECRET))
+    with pytest.raises(ConfigError, match="LWKV_EXTRA_CONFIG") as refused:
+        Config.load()
+    assert SECRET not in str(refused.value)
+
+
+def test_settings_that_contradict_each_other_show_no_password() -> None:
+    url = f"redis://someone:a'{SECRET}@host:1"
+    with pytest.raises(ConfigError) as refused:
+        Config(remote_url=url, local_cpu=False, write_policy="write_back")
     assert SECRET not in str(refused.value)
 
 
