@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 PREFIX = "vllm:lwkv_"
@@ -44,7 +44,9 @@ class LWKVPromMetrics(KVConnectorPromMetrics):
 
     def _counter(self, name: str) -> Counter:
         if name not in self._counters:
-            self._counters[name] = self._counter_cls(
+            # Another engine of this process may have made it.
+            made = REGISTRY._names_to_collectors.get(f"{PREFIX}{name}")
+            self._counters[name] = made or self._counter_cls(
                 name=f"{PREFIX}{name}",
                 documentation=f"lwkv: {name.replace('_', ' ')}",
                 labelnames=self._labelnames,

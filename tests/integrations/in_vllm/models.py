@@ -62,6 +62,15 @@ def write_mistral(folder: Path, window: int) -> Path:
     return _write(folder, MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)))
 
 
+def write_gemma(folder: Path, window: int) -> Path:
+    """Gemma 3, of whose layers every other one looks back `window` tokens."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * (SIZES["num_hidden_layers"] // 2)
+    config = Gemma3TextConfig(**SIZES, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32)
+    return _write(folder, Gemma3ForCausalLM(config))
+
+
 def write_deepseek(folder: Path) -> Path:
     """DeepSeek V2 without experts: a latent row of 576 elements for each token (MLA)."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM

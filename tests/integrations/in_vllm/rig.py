@@ -124,12 +124,12 @@ class Engine:
 
         engine = self.llm.llm_engine
         parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-        name = engine.add_request(f"aborted-{after_steps}", {"prompt_token_ids": ids}, parameters)
+        engine.add_request(f"aborted-{after_steps}", {"prompt_token_ids": ids}, parameters)
         for _ in range(after_steps):
             engine.step()
-        engine.abort_request([name or f"aborted-{after_steps}"])
-        while engine.has_unfinished_requests():
-            engine.step()
+        assert engine.has_unfinished_requests()
+        engine.abort_request([f"aborted-{after_steps}"])
+        assert not engine.has_unfinished_requests()
 
     def flush(self) -> bool:
         """Wait until all that was stored is in every tier."""

@@ -86,6 +86,17 @@ def test_a_model_with_a_sliding_window(tmp_path: Path, steps: str) -> None:
         other.close()
 
 
+def test_a_model_of_which_some_layers_have_a_window(tmp_path: Path) -> None:
+    model = models.written(models.write_gemma, tmp_path, 64)
+    other = Elsewhere(model, enable_prefix_caching=False)
+    try:
+        with started(model, enable_prefix_caching=False, **with_lwkv()) as engine:
+            run_through(engine, other.ask(OTHERS))
+            engine.at_rest()
+    finally:
+        other.close()
+
+
 def test_a_cache_of_eight_bits(llama: Path) -> None:
     # Its rounding makes answers depend on how batches are cut; cold and warm are cut alike here.
     arguments = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from integrations.in_vllm.rig import CHUNK, prompt, started, with_lwkv
 
@@ -49,3 +50,24 @@ def test_the_plugin_makes_the_class_known_without_a_module_path(llama: Path) -> 
         for hits in (0, 128):
             engine.ask([prompt(420, 140)])
             assert engine.new_hits() == hits
+
+
+def test_two_engines_of_a_process_count_on_even_where_both_count_something_new() -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    from lwkv.integrations.vllm.statistics import LWKVPromMetrics
+
+    def of_an_engine(number: str) -> LWKVPromMetrics:
+        unregister_vllm_metrics()  # as vLLM does at its start
+        kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+        config = SimpleNamespace(kv_transfer_config=None)
+        return LWKVPromMetrics(config, kinds, ["model_name", "engine"], {0: ["model", number]})
+
+    engines = [of_an_engine("0"), of_an_engine("1")]
+    for number, engine in enumerate(engines):
+        engine.observe({"load_failures": 2 + number})
+    for number in range(2):
+        labels = {"model_name": "model", "engine": str(number)}
+        assert REGISTRY.get_sample_value("vllm:lwkv_load_failures_total", labels) == 2 + number
+    unregister_vllm_metrics()
