@@ -118,7 +118,7 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
     path = _path(url)
     try:
         direct, free = reads_directly(path), os.statvfs(path)
-        folder = Folder(path, max(config.max_disk_bytes, 1 << 62), direct, Counters())
+        folder = Folder(path, 1 << 62, direct, Counters())  # nothing is removed
     except OSError as error:
         raise _unusable(path, error) from error
     return {

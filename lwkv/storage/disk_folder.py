@@ -47,7 +47,7 @@ class Folder:
     another process does is seen by looking, never assumed: a file may appear and vanish at any time.
 
     Raises:
-        OSError: the folder cannot be made or read.
+        OSError: the folder is not there, or cannot be read or written to.
     """
 
     def __init__(
@@ -163,6 +163,8 @@ class Folder:
     def set_aside(self, key: str, reason: str, text: str) -> None:
         """Give a chunk's file a name that nobody looks for; it is the next one to be removed."""
         path, bad = self.chunk_path(key), key + BAD_SUFFIX
+        if os.path.isdir(path) and not os.path.islink(path):
+            bad += f"-{os.urandom(4).hex()}"  # somebody else's, which is not removed for another one
         self._counters.add(f"disk_{reason}")
         try:
             with locked(self.path, SET_ASIDE_S) as lock:
@@ -215,7 +217,7 @@ class Folder:
     def _make_room(self, lock: FolderLock, num_bytes: int) -> bool:
         scanned = False
         while self._is_full(lock, num_bytes):
-            if not scanned and (lock.used < 0 or self._clock() - self._scanned_at > RESCAN_S):
+            if not scanned and (lock.used < 0 or time.monotonic() - self._scanned_at > RESCAN_S):
                 self._scan(lock)
                 scanned = True
             elif not self._remove_oldest(lock):
@@ -249,7 +251,7 @@ class Folder:
 
     def _scan(self, lock: FolderLock) -> None:
         """Count what is there, learn of what others wrote and used, and remove what dead processes left."""
-        self._scanned_at, used = self._clock(), 0
+        self._scanned_at, used = time.monotonic(), 0
         found: dict[str, float] = {}
         with os.scandir(self.path) as entries:
             for entry in entries:

@@ -163,7 +163,8 @@ def _read_on(file: int, views: list[memoryview], offset: int) -> bool:
         done = 0
         while done < len(view):
             got = _move(os.preadv, file, [view[done:]], offset + done)
-            if got <= 0 or got % ALIGNMENT:  # the file ends
+            # O_DIRECT breaks off between sectors only, unless the file ends.
+            if got <= 0 or (got % ALIGNMENT and fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT):
                 return False
             done += got
         offset += len(view)

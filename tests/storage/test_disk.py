@@ -177,6 +177,35 @@ def test_something_else_under_the_name_of_a_chunk_is_a_miss(
     assert rig.is_whole(tier, key(1))
 
 
+def test_folders_under_the_name_of_a_chunk_are_set_aside_one_by_one(rig: DiskRig) -> None:
+    tier = rig.open()
+    for _ in range(2):
+        rig.path(key(1)).mkdir()
+        (rig.path(key(1)) / "file").touch()
+        assert tier.contains(keys(1), 1) == [False]
+        assert not rig.path(key(1)).exists()
+    store(tier, key(1))
+    assert rig.is_whole(tier, key(1))
+    assert len(list(rig.folder.glob("*/file"))) == 2
+
+
+def test_a_buffered_read_that_is_interrupted_anywhere_goes_on(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "reads_directly", lambda folder: False)
+    tier = rig.open()
+    store(tier, key(1))
+    preadv = os.preadv
+
+    def interrupted(file: int, buffers: Any, offset: int) -> int:
+        return preadv(file, [memoryview(buffers[0])[:3]], offset)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(os, "preadv", interrupted)
+        assert load(tier, layer_keys(key(1), ALL_LAYERS)) == [Status.OK] * NUM_LAYERS
+    assert rig.counters.totals() == {}
+
+
 def test_the_file_of_another_chunk_is_not_taken_for_this_one(rig: DiskRig) -> None:
     tier = rig.open()
     store(tier, key(1))
