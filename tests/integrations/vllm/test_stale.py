@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from integrations.vllm.scripted import BLOCK, Scripted, ScriptedRequest, expected
+from integrations.vllm.test_scripted import History
 
 from lwkv.integrations.vllm.scheduled import Scheduled
 from lwkv.integrations.vllm.stale import StaleBlocks
@@ -181,3 +182,36 @@ def test_garbage_goes_on_within_one_step_in_any_order() -> None:
     stale.pass_step([upon_that, afresh, runs_on])
     assert [item.tracked.spoiled_from for item in (runs_on, upon_that, afresh)] == [0, 0, None]
     assert len(stale) == 3
+
+
+KINDS = {
+    "no prefix cache": {"own_cache": False},
+    "small steps": {"most": 7, "budget": 64},
+    "ahead": {"ahead": True, "budget": 10},
+    "ahead, two ranks, no prefix cache": {"ahead": True, "num_ranks": 2, "own_cache": False, "budget": 10},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_kept_is_right_whatever_happened_and_whatever_was_answered(kind: str, seed: int) -> None:
+    engine = Scripted(seed, shares_failures=True, host_chunks=60, **KINDS[kind])
+    history = History(engine, prefixes=2)
+    for _ in range(60):
+        history.happen()
+        engine.step()
+    engine.run()
+    for rank in engine.ranks:
+        rank.fails_at = None
+    engine.loaded = 0
+    for request in history.requests:
+        engine.blocks.known.clear()
+        for rest in ([], engine.answers[request.request_id]):
+            tokens = [*request.prompt_token_ids, *rest, 5]
+            name = f"again {request.request_id} {len(rest)}"
+            engine.add(ScriptedRequest(name, tokens, 1))
+            engine.run()
+            assert engine.answers[name] == [expected(tokens, engine.num_ranks)]
+    assert engine.loaded > 0
+    engine.at_rest()
+    engine.close()
