@@ -56,6 +56,18 @@ def prompts_of(seed: int) -> list[list[int]]:
     ]
 
 
+def evict_before_the_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all chunks go between the next lookup and its load."""
+    begin = engine.worker.begin
+
+    def evicts_first(orders: object) -> None:
+        monkeypatch.undo()
+        engine.evict_all()
+        begin(orders)
+
+    monkeypatch.setattr(engine.worker, "begin", evicts_first)
+
+
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_a_layer_that_fails_costs_time_and_nothing_else(
     engine: Engine, plain: Elsewhere, break_layer: Callable[[int, int], None], layer: int
@@ -92,19 +104,29 @@ def test_chunks_that_are_evicted_between_the_lookup_and_the_load_are_computed(
     engine.ask(prompts[:1])
     engine.forget()
     engine.new_hits()
-    begin = engine.worker.begin
-
-    def evicts_first(orders: object) -> None:
-        monkeypatch.undo()
-        engine.evict_all()
-        begin(orders)
-
-    monkeypatch.setattr(engine.worker, "begin", evicts_first)
+    evict_before_the_load(engine, monkeypatch)
     assert_same(engine.ask(prompts), plain.ask(prompts))
     engine.forget()
     engine.new_hits()
     assert_same(engine.ask(prompts), plain.ask(prompts))
     assert engine.new_hits() == 256 + 128
+
+
+def test_blocks_of_an_aborted_request_whose_load_failed_are_not_stored_by_another_one(
+    engine: Engine, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = prompt(1400, 256)
+    engine.ask([shared + prompt(1401, 40)])
+    engine.forget()
+    evict_before_the_load(engine, monkeypatch)
+    engine.abort(shared + prompt(1402, 40), after_steps=1)
+    # With vLLM's prefix cache this gets the blocks that nobody computed, and vLLM's answer is wrong.
+    engine.ask([shared + prompt(1403, 40)])
+    engine.forget()
+    for seed in (1404, 1405):
+        prompts = [shared + prompt(seed, 40)]
+        assert_same(engine.ask(prompts), plain.ask(prompts))
+        engine.forget()
 
 
 def test_nothing_is_stored_of_a_step_whose_hooks_did_not_come(
