@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
 
 HOST = torch.device("cpu")
+Threads: TypeAlias = Callable[[], list[threading.Thread]]
 
 
 @pytest.fixture
@@ -30,8 +32,15 @@ def cpu() -> Iterator[CPU]:
     platform.close()
 
 
-def threads_of_streams() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lwkv-cpu-stream")]
+@pytest.fixture
+def threads_of_streams() -> Threads:
+    """What threads of streams there are; those of tests before, which may not have ended, are left out."""
+    before = set(threading.enumerate())
+    return lambda: [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith("lwkv-cpu-stream")
+    ]
 
 
 def load_then_read(cpu: CPU, wait: bool) -> list[int]:
@@ -145,7 +154,7 @@ def test_an_event_that_was_never_recorded_is_refused(cpu: CPU) -> None:
             use()
 
 
-def test_the_inline_stream_works_at_once(cpu: CPU) -> None:
+def test_the_inline_stream_works_at_once(cpu: CPU, threads_of_streams: Threads) -> None:
     current, event, seen = cpu.current_stream(HOST), cpu.new_event(), list[int]()
     cpu.launch(current, lambda: seen.append(threading.get_ident()))
     cpu.record(event, current)
@@ -238,7 +247,9 @@ def test_a_delay_that_raises_is_an_error_of_the_stream() -> None:
     cpu.close()
 
 
-def test_a_thread_starts_with_the_first_operation_and_ends_with_close(cpu: CPU) -> None:
+def test_a_thread_starts_with_the_first_operation_and_ends_with_close(
+    cpu: CPU, threads_of_streams: Threads
+) -> None:
     stream, ran = cpu.new_stream(HOST, late=True), list[int]()
     assert threads_of_streams() == []
     cpu.launch(stream, lambda: ran.append(1))
@@ -251,11 +262,13 @@ def test_a_thread_starts_with_the_first_operation_and_ends_with_close(cpu: CPU) 
     cpu.synchronize_stream(stream)
 
 
-def test_a_dropped_stream_finishes_its_work_and_ends_its_thread(cpu: CPU) -> None:
+def test_a_dropped_stream_finishes_its_work_and_ends_its_thread(
+    cpu: CPU, threads_of_streams: Threads
+) -> None:
     stream, ran, event = cpu.new_stream(HOST, late=True), list[int](), cpu.new_event()
     cpu.launch(stream, lambda: ran.append(1))
     cpu.record(event, stream)
-    thread = next(thread for thread in threading.enumerate() if thread.name in threads_of_streams())
+    (thread,) = threads_of_streams()
     del stream
     cpu.synchronize_event(event)
     thread.join(30)
