@@ -141,7 +141,7 @@ class BatchRetrieval:
 
     def _hold(self, request: CheckedRequest) -> Part:
         first, engine = request.first // request.chunk_size, self._engine
-        hold = engine.storage.hold(engine.keys_of(request)[first:], request.chunk_tokens[first:].tolist())
+        hold = engine.storage.hold(engine.keys_of(request)[first:])
         transfer = request.loads(first, first + len(hold.found))
         return Part(request, first * request.chunk_size, hold, transfer)
 

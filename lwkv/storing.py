@@ -44,9 +44,7 @@ class BatchStoring:
         new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
         keys = [key for request in self._requests for key in self._engine.keys_of(request)]
         wanted = np.flatnonzero(new)
-        self._write = self._engine.storage.begin_write(
-            [keys[i] for i in wanted], transfer.chunk_tokens[wanted].tolist()
-        )
+        self._write = self._engine.storage.begin_write([keys[i] for i in wanted])
         if self._write is not None:
             self._engine.completions.expect(self)
             new[:] = False

@@ -63,7 +63,7 @@ class Traffic:
 
     def load_turned(self, tokens: list[int], slots: list[int]) -> None:
         """Through the buffer, with every key moved to another position."""
-        hold = self.engine._storage.hold(self.engine._memo.keys(np.array(tokens), ()), [CHUNK] * 3)
+        hold = self.engine._storage.hold(self.engine._memo.keys(np.array(tokens), ()))
         moved = Transfer(np.full(3, CHUNK), np.array(slots))
         load = self.connector.begin_load(moved, shift=np.repeat([5, 0, -9], CHUNK))
         for layer in range(LAYERS):

@@ -30,7 +30,6 @@ class Found:
     """Where one chunk was found: pinned in the host tier, or in a lower tier."""
 
     key: ChunkKey
-    num_tokens: int
     chunk: Chunk | None = None
     tier: Guard | None = None
 
@@ -95,8 +94,7 @@ class Hold:
         complete = (self.fetched >= 0).all(axis=0)
         positions = np.flatnonzero(complete & ~self.in_host).tolist()
         self.promote(
-            [self.found[i] for i in positions],
-            [Chunk(self.fetched[:, i].copy(), self.found[i].num_tokens) for i in positions],
+            [self.found[i] for i in positions], [Chunk(self.fetched[:, i].copy()) for i in positions]
         )
         rest = self.fetched[:, ~complete]
         if (rest >= 0).any():

@@ -23,7 +23,6 @@ class Chunk:
     """A complete chunk: one page a layer, int64 (layers,). It owns one reference to each page."""
 
     pages: Int64s
-    num_tokens: int
     pins: int = 0
 
 

@@ -92,11 +92,11 @@ class StorageManager:
         length = _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
         return min(length, self._most_chunks)
 
-    def hold(self, keys: Sequence[ChunkKey], tokens: Sequence[int]) -> Hold:
-        """Pin the longest cached prefix of `keys`, chunks of `tokens[i]` tokens, until `Hold.release`."""
+    def hold(self, keys: Sequence[ChunkKey]) -> Hold:
+        """Pin the longest cached prefix of `keys` until `Hold.release`."""
         pinned = self.host.pin(keys)
         lower = self.lower.find(keys, [chunk is not None for chunk in pinned])
-        found = [Found(*item) for item in zip(keys, tokens, pinned, lower, strict=True)]
+        found = [Found(*item) for item in zip(keys, pinned, lower, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
         # All chunks of a hold are in host memory at the end: what cannot be there is not promised.
         length = min(length, self._most_chunks)
@@ -112,7 +112,7 @@ class StorageManager:
         """
         return [self._get_layer(hold, layer) for layer in layers]
 
-    def begin_write(self, keys: Sequence[ChunkKey], tokens: Sequence[int]) -> Write | None:
+    def begin_write(self, keys: Sequence[ChunkKey]) -> Write | None:
         """Take pages for all layers of those `keys` that are neither in the host tier nor on their way.
 
         Where memory cannot be freed for all of these, for as many as there is room for, from the first. What
@@ -135,7 +135,6 @@ class StorageManager:
         return Write(
             positions=np.array(wanted, np.int64),
             keys=[keys[i] for i in wanted],
-            num_tokens=[tokens[i] for i in wanted],
             pages=pages,
             put=self.batched_put,
             unclaim=self._unclaim,

@@ -24,7 +24,6 @@ class Write:
 
     positions: Int64s
     keys: Sequence[ChunkKey]
-    num_tokens: Sequence[int]
     pages: Int64s
     put: Callable[[Sequence[ChunkKey], Sequence[Chunk]], None]
     unclaim: Callable[[Sequence[ChunkKey]], None]
@@ -33,8 +32,7 @@ class Write:
 
     def commit(self) -> None:
         """Make the chunks visible; every page must hold its bytes by now, host-side."""
-        by_chunk = np.ascontiguousarray(self.pages.T)
-        self.put(self.keys, [Chunk(*chunk) for chunk in zip(by_chunk, self.num_tokens, strict=True)])
+        self.put(self.keys, [Chunk(pages) for pages in np.ascontiguousarray(self.pages.T)])
 
     def give_up(self) -> None:
         """Let others write the same chunks from here on; `abort` is still to come. Takes no lock."""

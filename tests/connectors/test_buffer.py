@@ -38,7 +38,7 @@ class Bench:
         assert self.engine.flush()
 
     def hold(self) -> Any:
-        return self.engine._storage.hold(self.engine._memo.keys(np.array(TOKENS), ()), [CHUNK] * 3)
+        return self.engine._storage.hold(self.engine._memo.keys(np.array(TOKENS), ()))
 
     def queue(self, load: Any, hold: Any, layers: range) -> None:
         for layer in layers:

@@ -159,7 +159,7 @@ def test_nothing_is_compiled_after_the_start(
 def load_turned(engine: CacheEngine, tokens: list[int], slots: list[int]) -> None:
     connector, counts = engine.connector, engine._chunking.chunk_tokens(len(tokens))
     assert isinstance(connector, BufferConnector)
-    hold = engine._storage.hold(engine._memo.keys(np.array(tokens), ()), counts.tolist())
+    hold = engine._storage.hold(engine._memo.keys(np.array(tokens), ()))
     load = connector.begin_load(Transfer(counts, np.array(slots)), shift=np.full(len(slots), 7))
     for layer in range(engine.num_layers):
         connector.load_layer(load, layer, hold.host_pages(layer))

@@ -16,7 +16,6 @@ from lwkv.storage import Hold, LayerPages, StorageManager, Write
 
 NUM_LAYERS = 3
 PAGE_BYTES = 5
-TOKENS = 4
 
 
 def key(number: int) -> ChunkKey:
@@ -65,7 +64,7 @@ class Rig:
 
     def begin(self, *numbers: int) -> Write | None:
         """Begin a write and fill its pages."""
-        write = self.manager.begin_write(keys(*numbers), [TOKENS] * len(numbers))
+        write = self.manager.begin_write(keys(*numbers))
         if write is not None:
             for i, position in enumerate(write.positions.tolist()):
                 for layer in range(NUM_LAYERS):
@@ -104,7 +103,7 @@ class Rig:
         return self.manager.lookup(keys(*numbers))
 
     def hold(self, *numbers: int) -> Hold:
-        return self.manager.hold(keys(*numbers), [TOKENS] * len(numbers))
+        return self.manager.hold(keys(*numbers))
 
     def load(self, hold: Hold) -> list[list[int | None]]:
         """For each layer, the value of each chunk's page; None for what did not arrive."""

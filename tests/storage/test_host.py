@@ -32,7 +32,7 @@ def host(pool: HostPool) -> HostTier:
 def make_chunk(pool: HostPool) -> Chunk:
     pages = pool.allocate(NUM_LAYERS)
     assert pages is not None
-    return Chunk(pages, num_tokens=4)
+    return Chunk(pages)
 
 
 def insert(host: HostTier, pool: HostPool, *numbers: int) -> list[Chunk]:
@@ -221,7 +221,7 @@ class HostTierMachine(RuleBasedStateMachine):
         pages = self.pool.allocate(NUM_LAYERS * len(numbers))
         if pages is None:
             return
-        self.host.insert(keys(*numbers), [Chunk(row, 4) for row in pages.reshape(-1, NUM_LAYERS)])
+        self.host.insert(keys(*numbers), [Chunk(row) for row in pages.reshape(-1, NUM_LAYERS)])
         for number in reversed(numbers):
             if self.entry(number) is None:
                 self.model.append([number, 0, 0])
@@ -309,7 +309,7 @@ def test_pages_of_a_pinned_chunk_keep_their_bytes_while_threads_insert_and_evict
                 continue
             for layer, page in enumerate(pages.tolist()):
                 pool.page(page).fill_(number + 1 + 100 * layer)
-            host.insert([key(number)], [Chunk(pages, 4)])
+            host.insert([key(number)], [Chunk(pages)])
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
