@@ -7,6 +7,7 @@ the scheme of a URL and a module that is a TierModule.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
@@ -33,13 +34,11 @@ def tier_urls(config: Config) -> list[str]:
 def open_tiers(setup: TierSetup) -> list[Tier]:
     """Open the tiers that the configuration names, nearest first. Raises ConfigError; none is open then."""
     tiers: list[Tier] = []
-    try:
+    with ExitStack() as undo:
         for url in tier_urls(setup.config):
             tiers.append(_module(url).open_tier(url, setup))
-    except BaseException:
-        for tier in tiers:
-            tier.close()
-        raise
+            undo.callback(tiers[-1].close)
+        undo.pop_all()
     return tiers
 
 
