@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.disk_alone import DiskAlone
-from lwkv.benchmarks.findings import Findings
-from lwkv.benchmarks.overlap import Overlap, measure_overlap, overlap_lines
 from lwkv.benchmarks.plain_disk import PlainDisk
-from lwkv.benchmarks.tier_moves import TierMove, compare_moves, measure_moves, move_lines
+from lwkv.benchmarks.tier_moves import TierFindings, TierMove, compare_moves, measure_engine
 from lwkv.storage.disk_io import reads_directly
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class DiskFindings(Findings):
-    """Moves by the tier alone, then by the engine, of a prompt that no other tier keeps; prefills over it."""
+class DiskFindings(TierFindings):
+    """`direct` is whether the folder takes O_DIRECT."""
 
-    tokens: int
-    num_bytes: int
     direct: bool
-    moves: list[TierMove]
-    overlaps: list[Overlap]
-    exact: bool
+    tier = "disk"
+    plain = "plain threads"
 
-    def lines(self, absolute: bool) -> Iterator[str]:
-        way = "O_DIRECT" if self.direct else "buffered: O_DIRECT is refused"
-        yield f"{self.tokens} tokens, {self.num_bytes / 1e9:.3g} GB, from disk to device and back; {way}"
-        yield from move_lines(self.moves, "plain threads")
-        yield from overlap_lines(self.overlaps, absolute)
-
-    def faults(self) -> Iterator[str]:
-        if not self.exact:
-            yield "disk: the bytes that were loaded differ from those that were stored"
+    @property
+    def way(self) -> str:
+        return (
+            f"from disk to device and back; {'O_DIRECT' if self.direct else 'buffered: O_DIRECT is refused'}"
+        )
 
 
 def measure_disk(bench: Bench) -> DiskFindings:
@@ -54,15 +44,8 @@ def _measure(bench: Bench, folder: Path) -> DiskFindings:
     plain = _plain(bench, folder, direct)
     moves = _measure_tier(bench, folder, plain)
     with bench.bed(prompts=2, config=config) as bed:
-        bed.fill()
-        kept = bed.new_prompt()
-        bed.keep(kept)
-        moves += measure_moves(bench, bed, kept, plain)
-        overlaps = [measure_overlap(bench, bed, kept, suffix) for suffix in bench.suffixes]
-        bed.clear_target()
-        bed.load(kept)
-        exact = bed.places_agree()
-    return DiskFindings(bench.prefix, num_bytes, direct, moves, overlaps, exact)
+        found = measure_engine(bench, bed, plain)
+    return DiskFindings(bench.prefix, num_bytes, moves + found.moves, found.overlaps, found.exact, direct)
 
 
 def _measure_tier(bench: Bench, folder: Path, plain: PlainDisk) -> list[TierMove]:

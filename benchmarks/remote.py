@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Absent, Findings
-from lwkv.benchmarks.overlap import Overlap, measure_overlap, overlap_lines
 from lwkv.benchmarks.plain_remote import open_plain, tier_alone
-from lwkv.benchmarks.tier_moves import Plain, TierMove, compare_moves, measure_moves, move_lines
+from lwkv.benchmarks.tier_moves import Plain, TierFindings, TierMove, compare_moves, measure_engine
 from lwkv.config import Config
 from lwkv.counters import Counters
 from lwkv.doctor_tiers import without_secrets
@@ -21,24 +19,16 @@ from lwkv.storage.tiers import open_tiers
 
 
 @dataclass(frozen=True)
-class RemoteFindings(Findings):
-    """Moves by the tier alone, then by the engine, of a prompt that no other tier keeps; prefills over it."""
+class RemoteFindings(TierFindings):
+    """`server` is its URL without secrets."""
 
     server: str
-    tokens: int
-    num_bytes: int
-    moves: list[TierMove]
-    overlaps: list[Overlap]
-    exact: bool
+    tier = "remote"
+    plain = "client alone"
 
-    def lines(self, absolute: bool) -> Iterator[str]:
-        yield f"{self.tokens} tokens, {self.num_bytes / 1e9:.3g} GB, from {self.server} to device and back"
-        yield from move_lines(self.moves, "client alone")
-        yield from overlap_lines(self.overlaps, absolute)
-
-    def faults(self) -> Iterator[str]:
-        if not self.exact:
-            yield "remote: the bytes that were loaded differ from those that were stored"
+    @property
+    def way(self) -> str:
+        return f"from {self.server} to device and back"
 
 
 def measure_remote(bench: Bench) -> Findings:
@@ -56,17 +46,10 @@ def _measure(bench: Bench, url: str) -> RemoteFindings:
     plain = open_plain(url, slab, num_chunks)
     moves = _measure_tier(bench, TierSetup(Config(**config), 1, page_bytes, "bench", Counters()), slab, plain)
     with bench.bed(prompts=2, config=config, first_prompt=secrets.randbits(32)) as bed:
-        bed.fill()
-        kept = bed.new_prompt()
-        bed.keep(kept)
-        moves += measure_moves(bench, bed, kept, plain)
-        overlaps = [measure_overlap(bench, bed, kept, suffix) for suffix in bench.suffixes]
-        bed.clear_target()
-        bed.load(kept)
-        exact = bed.places_agree()
+        found = measure_engine(bench, bed, plain)
     plain.close()
-    num_bytes = shape.kv_bytes(bench.prefix)
-    return RemoteFindings(without_secrets(url), bench.prefix, num_bytes, moves, overlaps, exact)
+    num_bytes, server = shape.kv_bytes(bench.prefix), without_secrets(url)
+    return RemoteFindings(bench.prefix, num_bytes, moves + found.moves, found.overlaps, found.exact, server)
 
 
 def _measure_tier(bench: Bench, setup: TierSetup, slab: torch.Tensor, plain: Plain) -> list[TierMove]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.bench import Bench
-from lwkv.benchmarks.findings import table
+from lwkv.benchmarks.findings import Findings, table
+from lwkv.benchmarks.overlap import Overlap, measure_overlap, overlap_lines
 from lwkv.benchmarks.timing import Work, gb_per_s, median_ratio
 
 
@@ -56,6 +58,54 @@ class _Timed:
 
     def cpu_ms_per(self, num_bytes: int) -> float:
         return statistics.median(self.cpu_s[1:]) * 1e3 / (num_bytes / 2**20)
+
+
+@dataclass(frozen=True)
+class TierFindings(Findings):
+    """Moves by the tier alone, then by the engine, of a prompt that no other tier keeps; prefills over it."""
+
+    tokens: int
+    num_bytes: int
+    moves: list[TierMove]
+    overlaps: list[Overlap]
+    exact: bool
+    tier: ClassVar[str]
+    plain: ClassVar[str]
+    """What tells its name, and that of the plain means."""
+
+    @property
+    @abstractmethod
+    def way(self) -> str:
+        """From where to the device and back, and how."""
+
+    def lines(self, absolute: bool) -> Iterator[str]:
+        yield f"{self.tokens} tokens, {self.num_bytes / 1e9:.3g} GB, {self.way}"
+        yield from move_lines(self.moves, self.plain)
+        yield from overlap_lines(self.overlaps, absolute)
+
+    def faults(self) -> Iterator[str]:
+        if not self.exact:
+            yield f"{self.tier}: the bytes that were loaded differ from those that were stored"
+
+
+class Found(NamedTuple):
+    """What an engine over a tier does; the fields are those of TierFindings."""
+
+    moves: list[TierMove]
+    overlaps: list[Overlap]
+    exact: bool
+
+
+def measure_engine(bench: Bench, bed: Bed, plain: Plain) -> Found:
+    """Stores and loads of the run's prefix, `plain` in turn; prefills over it; and whether its bytes are right."""
+    bed.fill()
+    kept = bed.new_prompt()
+    bed.keep(kept)
+    moves = measure_moves(bench, bed, kept, plain)
+    overlaps = [measure_overlap(bench, bed, kept, suffix) for suffix in bench.suffixes]
+    bed.clear_target()
+    bed.load(kept)
+    return Found(moves, overlaps, bed.places_agree())
 
 
 def measure_moves(bench: Bench, bed: Bed, kept: Slots, plain: Plain) -> list[TierMove]:
