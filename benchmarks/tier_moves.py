@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
 
 def measure_engine(bench: Bench, bed: Bed, plain: Plain) -> Found:
-    """Stores and loads of the run's prefix, `plain` in turn; prefills over it; and whether its bytes are right."""
+    """Stores and loads of the run's prefix, `plain` in turn; prefills over it; whether bytes are right."""
     bed.fill()
     kept = bed.new_prompt()
     bed.keep(kept)
