@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from safetensors.torch import save_file
+from small_llama import llama_config
 
 from lwkv.reference import ModelShape, find_smollm2
 from lwkv.reference.random_model import RandomTensors
@@ -39,19 +40,7 @@ def write_model(folder: Path, text: str) -> Path:
     folder.mkdir()
     vocab_size = write_tokenizer(folder, text)
     shape = ModelShape(3, 24, 4, 2, 6, 28, vocab_size, max_positions=1500)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.norm_eps,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(llama_config(shape)))
     tensors = RandomTensors(shape, seed=5, scale=2.0)
     save_file({name: tensors.read(name) for name in tensors.names()}, folder / "model.safetensors")
     return folder

@@ -37,16 +37,7 @@ COMPANY: dict[str, Any] = {
     "local_cpu": {"remote_url": "redis://host:1"},
     "enable_blending": {"use_layerwise": True},
 }
-LMCACHE_FILE = """
-chunk_size: 256
-local_cpu: true
-max_local_cpu_size: 5
-use_layerwise: true
-enable_blending: true
-blend_special_str: " # # "
-blend_check_layers: 1
-blend_recompute_ratios: 0.15
-"""
+LMCACHE_FILE = (Path(__file__).parent / "golden" / "lmcache_blending.yaml").read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dense_model import DenseBlend
+from small_llama import small_shape
 from torch import Tensor
 
 from lwkv.blend import Blended, Blender, BlendRequest, Selector
@@ -107,16 +108,7 @@ def host(blended: Sequence[Blended]) -> list[Tensor]:
 
 @pytest.fixture
 def shape() -> ModelShape:
-    return ModelShape(
-        num_layers=4,
-        hidden_size=48,
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=10,
-        intermediate_size=56,
-        vocab_size=101,
-        max_positions=160,
-    )
+    return small_shape(4)
 
 
 @pytest.fixture

@@ -14,28 +14,15 @@ from lwkv.config import Config
 from lwkv.reference import ModelShape, PagedCache, open_cache_engine, random_model
 from lwkv.reference.blending import ReferenceBlend
 
-FILE = """
-chunk_size: 256
-local_cpu: true
-max_local_cpu_size: 5
-use_layerwise: true
-enable_blending: true
-blend_special_str: " # # "
-blend_check_layers: 1
-blend_recompute_ratios: 0.15
-"""
+FILE = Path(__file__).parents[1] / "golden" / "lmcache_blending.yaml"
 
 
 def encode(text: str) -> list[int]:
     return [ord(character) % 89 for character in text]
 
 
-def test_it_decides_what_is_cut_cached_and_computed(
-    tmp_path: Path, shape: ModelShape, device: torch.device
-) -> None:
-    file = tmp_path / "lmcache.yaml"
-    file.write_text(FILE)
-    config = Config.load(file)
+def test_it_decides_what_is_cut_cached_and_computed(shape: ModelShape, device: torch.device) -> None:
+    config = Config.load(FILE)
     model = random_model(replace(shape, max_positions=2000), seed=SEED, device=device)
     cache = PagedCache(model.shape, num_blocks=150, device=device)
     with open_cache_engine(config, model, cache, "tiny") as engine:

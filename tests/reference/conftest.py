@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import small_shape
 from torch import Tensor
 
 from lwkv.reference import Limits, Model, ModelShape, PagedCache, ReferenceEngine, random_model
@@ -21,16 +22,7 @@ LIMITS = ("step_tokens", "max_requests", "store_decode")
 
 @pytest.fixture(scope="session")
 def shape() -> ModelShape:
-    return ModelShape(
-        num_layers=3,
-        hidden_size=48,
-        num_heads=6,
-        num_kv_heads=2,
-        head_size=10,
-        intermediate_size=56,
-        vocab_size=101,
-        max_positions=160,
-    )
+    return small_shape(3)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_llama import llama_config
 from torch import Tensor
 
 from lwkv.errors import ConfigError
@@ -26,23 +27,6 @@ from lwkv.reference.random_model import RandomTensors, random_model
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 32}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
-
-
-def _config(shape: ModelShape, **changes: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_base,
-        **changes,
-    }
 
 
 def _tensors(shape: ModelShape) -> dict[str, Tensor]:
@@ -68,7 +52,7 @@ def test_a_model_written_to_a_folder_comes_back(
     changes: dict[str, Any], fields: dict[str, bool], shape: ModelShape, tmp_path: Path
 ) -> None:
     changed = replace(shape, **fields)
-    _write(tmp_path, _config(shape, **changes), _tensors(changed))
+    _write(tmp_path, llama_config(shape, **changes), _tensors(changed))
     model = load_hf_folder(tmp_path)
     assert model.shape == changed
     assert _answer(model) == _answer(random_model(changed, seed=4))
@@ -76,7 +60,7 @@ def test_a_model_written_to_a_folder_comes_back(
 
 def test_shards_are_found_by_their_index(shape: ModelShape, tmp_path: Path) -> None:
     tensors = _tensors(shape)
-    _write(tmp_path, _config(shape), tensors)
+    _write(tmp_path, llama_config(shape), tensors)
     whole = _answer(load_hf_folder(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -94,7 +78,9 @@ def test_shards_are_found_by_their_index(shape: ModelShape, tmp_path: Path) -> N
 def test_weights_keep_the_dtype_they_are_stored_in_unless_another_is_asked_for(
     shape: ModelShape, tmp_path: Path
 ) -> None:
-    _write(tmp_path, _config(shape), {name: tensor.bfloat16() for name, tensor in _tensors(shape).items()})
+    _write(
+        tmp_path, llama_config(shape), {name: tensor.bfloat16() for name, tensor in _tensors(shape).items()}
+    )
     assert load_hf_folder(tmp_path).dtype == torch.bfloat16
     assert load_hf_folder(tmp_path, dtype=torch.float32).dtype == torch.float32
 
@@ -105,21 +91,21 @@ def test_tensors_of_no_use_in_any_model_are_passed_over(shape: ModelShape, tmp_p
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5),
         "lm_head.weight": torch.ones(101, 48),
     }
-    _write(tmp_path, _config(shape, tie_word_embeddings=True), _tensors(tied) | extra)
+    _write(tmp_path, llama_config(shape, tie_word_embeddings=True), _tensors(tied) | extra)
     assert _answer(load_hf_folder(tmp_path)) == _answer(random_model(tied, seed=4))
 
 
 def test_a_missing_tensor_is_named(shape: ModelShape, tmp_path: Path) -> None:
     tensors = _tensors(shape)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    _write(tmp_path, _config(shape), tensors)
+    _write(tmp_path, llama_config(shape), tensors)
     with pytest.raises(ConfigError, match=r"lacks 1 tensors: model.layers.1.mlp.up_proj.weight"):
         load_hf_folder(tmp_path)
 
 
 def test_a_tensor_that_the_model_has_no_place_for_is_named(shape: ModelShape, tmp_path: Path) -> None:
     bias = {"model.layers.2.self_attn.o_proj.bias": torch.ones(48)}
-    _write(tmp_path, _config(shape), _tensors(shape) | bias)
+    _write(tmp_path, llama_config(shape), _tensors(shape) | bias)
     with pytest.raises(
         ConfigError, match=r"of no known use, 1 tensors: model.layers.2.self_attn.o_proj.bias"
     ):
@@ -127,7 +113,7 @@ def test_a_tensor_that_the_model_has_no_place_for_is_named(shape: ModelShape, tm
 
 
 def test_a_tensor_of_other_dimensions_is_named(shape: ModelShape, tmp_path: Path) -> None:
-    _write(tmp_path, _config(shape), _tensors(shape) | {"model.norm.weight": torch.ones(47)})
+    _write(tmp_path, llama_config(shape), _tensors(shape) | {"model.norm.weight": torch.ones(47)})
     with pytest.raises(
         ConfigError, match=r"model.norm.weight has dimensions \(47,\); the model needs \(48,\)"
     ):
@@ -137,7 +123,7 @@ def test_a_tensor_of_other_dimensions_is_named(shape: ModelShape, tmp_path: Path
 def test_a_folder_without_a_model_is_refused(shape: ModelShape, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config.json in"):
         load_hf_folder(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(_config(shape)))
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(shape)))
     with pytest.raises(ConfigError, match=r"neither model.safetensors nor model.safetensors.index.json"):
         load_hf_folder(tmp_path)
 
@@ -170,11 +156,11 @@ def test_a_folder_without_a_model_is_refused(shape: ModelShape, tmp_path: Path) 
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str, shape: ModelShape) -> None:
     with pytest.raises(ConfigError, match=message):
-        shape_from_config(_config(shape, **changes))
+        shape_from_config(llama_config(shape, **changes))
 
 
 def test_a_field_that_is_missing_is_named(shape: ModelShape) -> None:
-    config = _config(shape)
+    config = llama_config(shape)
     del config["rms_norm_eps"]
     with pytest.raises(ConfigError, match=r"config.json lacks 'rms_norm_eps'"):
         shape_from_config(config)
@@ -209,11 +195,11 @@ def test_a_field_that_is_missing_is_named(shape: ModelShape) -> None:
 def test_rope_parameters_are_read_in_their_old_and_new_place(
     changes: dict[str, Any], scaling: RopeScaling | None, base: float, shape: ModelShape
 ) -> None:
-    found = shape_from_config(_config(shape, **changes))
+    found = shape_from_config(llama_config(shape, **changes))
     assert (found.rope_scaling, found.rope_base) == (scaling, base)
 
 
 def test_sizes_that_may_be_left_out_follow_from_the_others(shape: ModelShape) -> None:
-    config = _config(shape, num_key_value_heads=None, head_dim=None, partial_rotary_factor=0.5)
+    config = llama_config(shape, num_key_value_heads=None, head_dim=None, partial_rotary_factor=0.5)
     found = shape_from_config(config)
     assert (found.num_kv_heads, found.head_size, found.rotary_size) == (6, 8, 4)

@@ -481,17 +481,17 @@ def test_a_disk_that_stays_full_fails_the_call_and_keeps_nothing_of_it(
     assert rig.is_whole(tier, key(4))
 
 
+def full_after_all(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "full after all")
+
+
 @pytest.mark.parametrize("call", ["write_pages", "write_bytes"])
 def test_a_write_that_breaks_off_leaves_nothing(
     rig: DiskRig, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     tier = rig.open()
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full after all")
-
     with monkeypatch.context() as broken:
-        broken.setattr(disk_writer, call, fail)
+        broken.setattr(disk_writer, call, full_after_all)
         with pytest.raises(OSError, match="full after all"):
             store(tier, key(1))
     assert (rig.names(), rig.used(), tier.contains(keys(1), 1)) == ([], 0, [False])
@@ -502,13 +502,10 @@ def test_a_write_that_breaks_off_leaves_nothing(
 def test_a_disk_that_fills_up_while_a_file_is_written_makes_room_for_the_next(
     rig: DiskRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full after all")
-
     tier = rig.open()
     store(tier, *keys(1, 2))
     with monkeypatch.context() as full:
-        full.setattr(disk_writer, "write_pages", fail)
+        full.setattr(disk_writer, "write_pages", full_after_all)
         with pytest.raises(OSError, match="full after all"):
             store(tier, key(3))
     assert tier.contains(keys(1, 2), 1) == [False, True]

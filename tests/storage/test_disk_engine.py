@@ -37,6 +37,14 @@ def store(oracle: Oracle, engine: CacheEngine, slots: list[int]) -> None:
     assert engine.flush()
 
 
+def require_all_comes_back(oracle: Oracle, engine: CacheEngine) -> None:
+    assert engine.lookup(TOKENS) == 40
+    assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
+    oracle.expect(TOKENS, run_slots(48, 40))
+    oracle.check()
+    require_rest(engine)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_next_engine_loads_what_is_on_disk(
@@ -46,11 +54,7 @@ def test_the_next_engine_loads_what_is_on_disk(
     with disk_engine(oracle, tmp_path) as engine:
         store(oracle, engine, run_slots(0, 40))
     with disk_engine(oracle, tmp_path) as engine:
-        assert engine.lookup(TOKENS) == 40
-        assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
-        oracle.expect(TOKENS, run_slots(48, 40))
-        oracle.check()
-        require_rest(engine)
+        require_all_comes_back(oracle, engine)
 
 
 def test_without_local_cpu_nothing_stays_in_host_memory(oracle: Oracle, tmp_path: Path) -> None:
@@ -58,11 +62,7 @@ def test_without_local_cpu_nothing_stays_in_host_memory(oracle: Oracle, tmp_path
         for _ in range(2):
             store(oracle, engine, run_slots(0, 40))
             assert (engine.stats()["pages_in_use"], engine.stats()["chunks"]) == (0, 0)
-            assert engine.lookup(TOKENS) == 40
-            assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
-            oracle.expect(TOKENS, run_slots(48, 40))
-            oracle.check()
-            require_rest(engine)
+            require_all_comes_back(oracle, engine)
 
 
 def test_what_is_evicted_from_host_memory_comes_back_from_disk(oracle: Oracle, tmp_path: Path) -> None:

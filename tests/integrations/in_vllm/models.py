@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_llama import llama_config
 
 from lwkv.reference import GGUFFile, find_smollm2
 from lwkv.reference.gguf_file import shape_from_gguf
@@ -104,21 +105,7 @@ def write_smollm2(folder: Path) -> Path:
     assert path is not None, INSTALL
     file = GGUFFile(path)
     shape = shape_from_gguf(file)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_positions,
-        "rope_theta": shape.rope_base,
-        "rms_norm_eps": shape.norm_eps,
-        "tie_word_embeddings": shape.tied_embeddings,
-    }
+    config = llama_config(shape, model_type="llama", tie_word_embeddings=shape.tied_embeddings)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: file.read(name).contiguous() for name in file.names()}, folder / "model.safetensors")
     return folder

@@ -21,6 +21,16 @@ class History:
         self.prefixes = [[self.random.randrange(VOCABULARY) for _ in range(40)] for _ in range(prefixes)]
         self.requests: list[ScriptedRequest] = []
 
+    def play(self, num_steps: int) -> None:
+        """Let things happen for so many steps, then end: all answers are right, and nothing is held."""
+        for _ in range(num_steps):
+            self.happen()
+            self.engine.step()
+        self.engine.run()
+        self.check()
+        self.engine.at_rest()
+        self.engine.close()
+
     def add(self) -> None:
         draw = self.random
         prefix = draw.choice(self.prefixes)[: draw.randrange(41)]
@@ -74,14 +84,7 @@ KINDS = {
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_are_right_whatever_happens_to_requests_chunks_and_loads(kind: str, seed: int) -> None:
     engine = Scripted(seed, **KINDS[kind])
-    history = History(engine)
-    for _ in range(250):
-        history.happen()
-        engine.step()
-    engine.run()
-    history.check()
-    engine.at_rest()
-    engine.close()
+    History(engine).play(250)
 
 
 def test_nothing_is_stored_of_a_request_that_ran_on_blocks_that_were_not_loaded() -> None:
@@ -109,14 +112,7 @@ def test_nothing_is_stored_of_a_request_that_ran_on_blocks_that_were_not_loaded(
 @given(seed=st.integers(0, 2**20), kind=st.sampled_from(sorted(KINDS)))
 def test_short_histories_of_any_kind(seed: int, kind: str) -> None:
     engine = Scripted(seed, **KINDS[kind])
-    history = History(engine, prefixes=1)
-    for _ in range(30):
-        history.happen()
-        engine.step()
-    engine.run()
-    history.check()
-    engine.at_rest()
-    engine.close()
+    History(engine, prefixes=1).play(30)
 
 
 def test_requests_are_preempted_and_loads_come_and_fail_in_these_histories() -> None:
