@@ -16,6 +16,12 @@ Sample = tuple[tuple[str, str], str]
 """A metric's name and type, and one line of it."""
 
 
+def is_gauge(name: str, tiers: Sequence[str]) -> bool:
+    """Whether a number of `CacheEngine.stats()` tells what there is now; all others only grow."""
+    tier = next((tier for tier in tiers if name.startswith(f"{tier}_")), None)
+    return (name if tier is None else name.removeprefix(f"{tier}_")) in _GAUGES
+
+
 def prometheus_text(stats: Mapping[str, int], tiers: Sequence[str], **labels: str) -> str:
     """Write `CacheEngine.stats()` as metrics called lwkv_..., those of a tier lwkv_tier_... with its name.
 

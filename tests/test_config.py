@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_status import STATUS, USED
 
 from lwkv.config import Config
 from lwkv.config_errors import allowed_of
-from lwkv.config_status import STATUS, USED
 from lwkv.errors import ConfigError
 from lwkv.lmcache_keys import LMCACHE_KEYS
 from lwkv.options import ExtraConfig

@@ -3,7 +3,7 @@ from __future__ import annotations
 from storage.faulty_tier import FaultyTier
 from storage.rig import NUM_LAYERS, PAGE_BYTES, Rig
 
-from lwkv.metrics import prometheus_text
+from lwkv.metrics import is_gauge, prometheus_text
 from lwkv.storage.meter import BOUNDS_US, Meter
 
 
@@ -21,6 +21,13 @@ def test_every_number_is_a_metric_and_those_of_tiers_carry_its_name() -> None:
         "# TYPE lwkv_tokens_asked_total counter\n"
         'lwkv_tokens_asked_total{model="a\\"b"} 7\n'
     )
+
+
+def test_what_there_is_now_is_told_from_what_only_grows() -> None:
+    held, grows = ("chunks", "pages_in_use", "disk_files", "host_resting"), ("chunks_evicted", "disk_hits")
+    assert all(is_gauge(name, ["host", "disk"]) for name in held)
+    # Of a tier that there is not, it is no gauge's name.
+    assert not any(is_gauge(name, ["host", "disk"]) for name in (*grows, "remote_files", "files_lost"))
 
 
 def test_times_are_a_histogram_whose_bars_add_up() -> None:

@@ -14,14 +14,13 @@ from lwkv.integrations.vllm.orders import Move, StepOrders
 from lwkv.integrations.vllm.presence import Presence
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import ChunkKey
+from lwkv.metrics import is_gauge
 from lwkv.platforms.protocol import Int64s
 from lwkv.rarely import Rarely
 from lwkv.steps import LayerSteps
 from lwkv.transfer import NO_SLOT
 
 log = logging.getLogger(__name__)
-
-_HELD = ("chunks", "pins", "in_flight", "pages", "in_use", "references", "used_bytes", "files", "resting")
 
 
 class WorkerSide:
@@ -132,7 +131,9 @@ class WorkerSide:
         """What the engine counted since the last call; nothing in steps that move nothing."""
         if not self._orders.moves_anything:
             return {}
-        totals = {name: count for name, count in self.engine.stats().items() if _grows(name)}
+        stats, tiers = self.engine.stats(), self.engine.tier_names
+        # A histogram is told by Prometheus' own means only.
+        totals = {name: stats[name] for name in stats if not is_gauge(name, tiers) and "_le_" not in name}
         totals["tokens_recomputed"] = self._recomputed
         before, self._counted = self._counted, totals
         return {name: more for name in totals if (more := totals[name] - before.get(name, 0))}
@@ -194,8 +195,3 @@ class WorkerSide:
     def _keys(self, move: Move) -> list[ChunkKey]:
         # As the engine has them: they are hashed once.
         return self.engine.keys(move.tokens, move.salts)
-
-
-def _grows(name: str) -> bool:
-    """Whether a number of the engine's is a total, and not one of a histogram."""
-    return not name.endswith(_HELD) and "_le_" not in name

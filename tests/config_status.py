@@ -1,4 +1,4 @@
-"""Which settings are used by some parts of lwkv only."""
+"""Which settings are used by some parts of lwkv only: what docs/config.md says of each."""
 
 from __future__ import annotations
 
