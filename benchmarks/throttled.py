@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Findings, table
-from lwkv.benchmarks.prefill import timed
+from lwkv.benchmarks.throttled_model import HostModel, Model, StreamModel
 from lwkv.benchmarks.throttled_tier import ThrottledTier
 from lwkv.benchmarks.timing import median_ratio
 from lwkv.engine import Request
@@ -21,6 +20,10 @@ COMPUTE_MS = 10.0
 NUM_LAYERS = 16
 # One request of a few chunks: the bytes do not matter here.
 NUM_CHUNKS = 4
+MODELS = {
+    StreamModel.where: "a model that computes on a stream, as devices do",
+    HostModel.where: "a model that computes on the host's thread, as engines on the CPU do",
+}
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,11 @@ class ThrottledRun:
     """Medians of steps whose layers take `load_ms` to read and `compute_ms` to compute.
 
     `ideal_ms` is the least that this can take: the longer of the two for every layer, and the shorter once.
-    Both are as long as the sleeps really were. `wanted` is load over compute as it was asked for.
+    Both are as long as they really were in each step. `wanted` is load over compute as it was asked for.
+    `model` says where it computes: on a "stream", or on the thread of the "host".
     """
 
+    model: str
     wanted: float
     load_ms: float
     compute_ms: float
@@ -41,23 +46,21 @@ class ThrottledRun:
 
 @dataclass(frozen=True)
 class Throttled(Findings):
-    """Steps over a throttled tier; `exact` says whether all bytes arrived."""
+    """Steps over a throttled tier; `exact` says whether all bytes of every run arrived."""
 
     num_layers: int
     runs: list[ThrottledRun]
     exact: bool
 
     def lines(self, absolute: bool) -> Iterator[str]:
-        yield f"{self.num_layers} layers from a throttled tier, a model that sleeps"
-        rows = [
-            [
-                f"load / compute of a layer = {run.wanted:g}",
-                *(f"{ms:.1f}" for ms in (run.total_ms, run.ideal_ms)),
-                f"{run.ratio:.3f}",
-            ]
-            for run in self.runs
-        ]
-        yield from table(["", "total, ms", "ideal, ms", "total / ideal"], rows)
+        yield f"{self.num_layers} layers from a throttled tier"
+        for model, told in MODELS.items():
+            rows = [_row(run) for run in self.runs if run.model == model]
+            if rows:
+                yield f"{told}: load / compute of a layer"
+                yield from table(["", "total, ms", "ideal, ms", "total / ideal"], rows)
+            else:
+                yield f"{told}: this platform has no timing events"
 
     def faults(self) -> Iterator[str]:
         if not self.exact:
@@ -65,7 +68,7 @@ class Throttled(Findings):
 
 
 def measure_throttled(bench: Bench) -> Throttled:
-    """Load one prompt from the tier while a model sleeps, for loads shorter and longer than the computing."""
+    """Load one prompt from the tier while a model computes, for loads faster and slower than the model."""
     tier = ThrottledTier()
     shape = replace(bench.shape, num_layers=NUM_LAYERS)
     with bench.bed(NUM_CHUNKS * shape.chunk_size, shape, prompts=2, tiers=[tier]) as bed:
@@ -75,43 +78,61 @@ def measure_throttled(bench: Bench) -> Throttled:
             bed.keep(prompt)
         # What comes from the tier is not kept in host memory, where the next load would find it.
         bed.engine.freeze()
-        runs = [_measure_run(bench, bed, kept, tier, load) for load in LOADS_PER_COMPUTE]
-        return Throttled(bed.shape.num_layers, runs, bed.places_agree())
+        measured = [
+            _measure_run(bench, bed, kept, tier, model, load)
+            for model in _models(bench)
+            for load in LOADS_PER_COMPUTE
+        ]
+        runs, exact = zip(*measured, strict=True)
+        return Throttled(bed.shape.num_layers, list(runs), all(exact))
 
 
-def _measure_run(bench: Bench, bed: Bed, kept: Slots, tier: ThrottledTier, wanted: float) -> ThrottledRun:
+def _models(bench: Bench) -> list[Model]:
+    arguments = bench.platform, bench.device, COMPUTE_MS / 1e3
+    timing = bench.platform.features.event_timing
+    return [*([StreamModel(*arguments)] if timing else []), HostModel(*arguments)]
+
+
+def _measure_run(
+    bench: Bench, bed: Bed, kept: Slots, tier: ThrottledTier, model: Model, wanted: float
+) -> tuple[ThrottledRun, bool]:
+    """The run, and whether what its last step loaded is right."""
     num_layers = bed.shape.num_layers
     tier.seconds_per_byte = wanted * COMPUTE_MS / 1e3 / (bed.num_tokens * bed.shape.token_bytes)
     steps = LayerSteps(bed.engine)
-    sleeps: list[tuple[float, float]] = []
+    layers: list[tuple[float, float]] = []
 
     def step() -> None:
-        computed: list[float] = []
         tier.reads.clear()
-        steps.begin([Request(kept, bed.target)], [])
-        steps.start_load_kv()
-        for layer in range(num_layers):
-            steps.wait_for_layer_load(layer)
-            # The model is on the host here: it may not begin before its layer is there.
+        with model.running():
+            steps.begin([Request(kept, bed.target)], [])
+            steps.start_load_kv()
+            for layer in range(num_layers):
+                steps.wait_for_layer_load(layer)
+                model.compute()
+            steps.wait_for_save()
             bed.platform.synchronize_stream(bed.platform.current_stream(bed.device))
-            with timed(computed):
-                time.sleep(COMPUTE_MS / 1e3)
-        steps.wait_for_save()
-        sleeps.append((_mean_ms(tier.reads), _mean_ms(computed)))
+        layers.append((_mean_ms(tier.reads), model.layer_ms()))
 
     bed.clear_target()
     totals = bench.alternate_ms([step], before=bed.flush)[0]
     # As in the times, the first round is not counted.
-    ideals = [num_layers * max(pair) + min(pair) for pair in sleeps[1:]]
-    return ThrottledRun(
+    ideals = [num_layers * max(pair) + min(pair) for pair in layers[1:]]
+    run = ThrottledRun(
+        model=model.where,
         wanted=wanted,
-        load_ms=statistics.median(load for load, _ in sleeps[1:]),
-        compute_ms=statistics.median(compute for _, compute in sleeps[1:]),
+        load_ms=statistics.median(load for load, _ in layers[1:]),
+        compute_ms=statistics.median(compute for _, compute in layers[1:]),
         ideal_ms=statistics.median(ideals),
         total_ms=statistics.median(totals),
         ratio=median_ratio(totals, ideals),
     )
+    return run, bed.places_agree()
 
 
 def _mean_ms(seconds: list[float]) -> float:
     return statistics.fmean(seconds) * 1e3
+
+
+def _row(run: ThrottledRun) -> list[str]:
+    return [f"  {run.wanted:g}", f"{run.total_ms:.1f}", f"{run.ideal_ms:.1f}", f"{run.ratio:.3f}"]

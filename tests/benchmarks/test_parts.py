@@ -19,7 +19,7 @@ from lwkv.benchmarks.profile import measure_profile
 from lwkv.benchmarks.recorded import record_prefill
 from lwkv.benchmarks.result import Result
 from lwkv.benchmarks.sweep import measure_sweep
-from lwkv.benchmarks.throttled import measure_throttled
+from lwkv.benchmarks.throttled import LOADS_PER_COMPUTE, measure_throttled
 from lwkv.errors import ConfigError
 from lwkv.kernels import choose_kernels
 from lwkv.platforms import Platform
@@ -94,6 +94,23 @@ def test_a_wrong_byte_is_found_and_is_a_fault(bench: Bench, monkeypatch: pytest.
         found = measure(bench)
         assert list(found.faults())
         assert '"exact": false' in json.dumps(asdict(found))
+
+
+def test_the_pipeline_has_a_model_on_a_stream_and_one_on_the_host(bench: Bench) -> None:
+    runs = measure_throttled(bench).runs
+    assert [(run.model, run.wanted) for run in runs] == [
+        (model, load) for model in ("stream", "host") for load in LOADS_PER_COMPUTE
+    ]
+
+
+def test_the_pipeline_has_no_model_on_a_stream_where_that_cannot_be_timed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = replace(bench.platform.features, event_timing=False)
+    monkeypatch.setattr(bench.platform, "features", features)
+    found = measure_throttled(bench)
+    assert {run.model for run in found.runs} == {"host"}
+    assert "no timing events" in "\n".join(found.lines(absolute=True))
 
 
 def test_the_overlap_has_every_suffix_over_the_prefix_and_some_over_others(bench: Bench) -> None:
