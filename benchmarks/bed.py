@@ -96,9 +96,9 @@ class Bed:
             raise RuntimeError(f"{len(tokens)} tokens are not cached after they were stored")
 
     def flush(self) -> None:
-        """Wait until all that was stored can be looked up."""
+        """Wait until all that was stored can be looked up, in every tier."""
         if not self.engine.flush():
-            raise RuntimeError("stores did not end within the time that flush gives them")
+            raise RuntimeError("not all was stored: a tier did not take it, or it took over 30 s")
 
     def load(self, tokens: Slots) -> None:
         """Load all layers of `tokens` into the target slots, behind the current stream's work."""

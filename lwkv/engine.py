@@ -57,6 +57,7 @@ class CacheEngine:
     Raises:
         ConfigError: settings that cannot work for these caches, such as a tier that does not exist or a dtype
             that `metadata` names and no cache has; a connector that serves another engine.
+        RuntimeError: the system has no more threads.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class CacheEngine:
         with ExitStack() as undo:
             undo.callback(self._storage.close, 0)
             connector.start(self._pool, timeline)
+            undo.callback(connector.stop)
+            self._completions = Completions(self._counters, use_device)
             undo.pop_all()
-        self._completions = Completions(self._counters, use_device)
         self._parts = EngineParts(
             config, self._memo.of, self._storage, connector, self._completions, self._counters
         )
@@ -241,8 +243,10 @@ class CacheEngine:
         self._storage.frozen = frozen
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`, or
-        with `write_back` a tier did not take all that was stored because it is left alone.
+        """Block until all stores and loads in flight have ended, and lower tiers have all that was stored.
+
+        False if that takes over `timeout_s`, or a tier did not take all since the last call: it failed, or is
+        left alone. With `write_back` the next call tries again what the latter was to get.
 
         On a closed engine that is what `close` did not wait for.
 

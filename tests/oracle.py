@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -375,6 +376,18 @@ def _tensors(registered: Any) -> list[Tensor]:
 
 def _memory(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+def refuse_threads(patch: pytest.MonkeyPatch, kind: str) -> None:
+    """Let no thread start whose name has `kind` in it, as where a limit of processes is reached."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if kind in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
 
 
 class MemoryTier:

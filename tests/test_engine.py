@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
+from oracle import Dims, MemoryTier, Oracle, held_completions, refuse_threads, require_rest, run_slots
 
 import lwkv
 import lwkv.arrivals
@@ -589,23 +589,18 @@ def test_without_sync_the_host_waits_for_slow_tiers_in_the_last_step_only(
 def test_a_thread_that_cannot_start_is_a_miss_and_nothing_stays_held(
     oracle: Oracle, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a limit of processes is reached."""
-    tier, start = MemoryTier(), threading.Thread.start
+    tier = MemoryTier()
     store_in(oracle, tier, [prompt(1, 16)])
-
-    def refuse(thread: threading.Thread) -> None:
-        if kind in thread.name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     with oracle.engine(CHUNK, tiers=[tier]) as engine:
         with monkeypatch.context() as limited:
-            limited.setattr(threading.Thread, "start", refuse)
+            refuse_threads(limited, kind)
             assert engine.lookup(prompt(1, 16)) == (0 if kind == "memory-look-up" else 16)
             loaded = int(engine.retrieve(prompt(1, 16), slot_mapping=run_slots(64, 16)).sum())
             assert loaded == (0 if kind in ("memory-look-up", "memory-read") else 16)
             oracle.expect(prompt(1, 16)[:loaded], run_slots(64, loaded))
-            store(oracle, engine, prompt(2, 16), run_slots(0, 16))
+            oracle.compute(prompt(2, 16), run_slots(0, 16))
+            engine.store(prompt(2, 16), slot_mapping=run_slots(0, 16))
+            assert engine.flush() == (kind != "memory-write")
             assert engine.lookup(prompt(2, 16)) == 16
             require_rest(engine)
         assert engine.lookup(prompt(1, 16)) == 16

@@ -138,9 +138,7 @@ class Trial:
             slots = self._slots(blender.num_encoded(end - start))
             blender.encode(self.tokens[start:end], slots)
         if not self.engine.flush():
-            raise RuntimeError(
-                "the documents were not stored within 30 s: the device does not finish its work"
-            )
+            raise RuntimeError("not all was stored: a tier did not take it, or it took over 30 s")
 
     def blend(self, selector: Selector, share: float, *, shared: bool = True, moved: bool = True) -> Outcome:
         """Blend the task's prompt, and follow the full prefill's answer."""

@@ -95,7 +95,7 @@ class Stage:
         before = self._counts()
         (answer,) = generate(engine, [prompt])
         if not self.engine.flush():
-            raise RuntimeError("saves have not ended within 30 s: the device does not finish its work")
+            raise RuntimeError("not all was stored: a tier did not take it, or it took over 30 s")
         return Run(
             answer,
             torch.cat(self._model.heard[-len(answer.tokens) :]).cpu(),

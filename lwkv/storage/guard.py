@@ -84,8 +84,11 @@ class Guard:
         layer_keys = [LayerKey(key, layer) for key in keys]
         return self._reads.submit(partial(self._get, layer_keys, pages, buffers))
 
-    def put(self, key: ChunkKey, chunk: Chunk) -> Future[None]:
-        """Start to copy a complete chunk; its pages must not change until the future is done."""
+    def put(self, key: ChunkKey, chunk: Chunk) -> Future[bool]:
+        """Start to copy a complete chunk; its pages must not change until the future is done.
+
+        The result is whether the tier took it.
+        """
         return self._writes.submit(partial(self._put, key, chunk))
 
     def totals(self) -> dict[str, int]:
@@ -132,10 +135,10 @@ class Guard:
             self._quarantine.keep(pages[outcomes != FILLED])
         return outcomes
 
-    def _put(self, key: ChunkKey, chunk: Chunk) -> None:
+    def _put(self, key: ChunkKey, chunk: Chunk) -> bool:
         # Layer 0 is the commit record: last, and only where all other layers are there.
-        if self._put_layers(key, chunk, range(1, len(chunk.pages))):
-            self._put_layers(key, chunk, range(1))
+        others, first = range(1, len(chunk.pages)), range(1)
+        return self._put_layers(key, chunk, others) and self._put_layers(key, chunk, first)
 
     def _put_layers(self, key: ChunkKey, chunk: Chunk, layers: Sequence[int]) -> bool:
         if not layers:

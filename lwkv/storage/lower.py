@@ -64,8 +64,8 @@ class LowerTiers:
         self._settle(0)
 
     def flush(self, timeout_s: float) -> bool:
-        """Copy all that is not copied yet; False if that took longer than `timeout_s` seconds, or with
-        `write_back` a tier that is left alone did not take all that it was to get since the last call."""
+        """Copy all that is not copied yet; False if that took longer than `timeout_s` seconds, or a tier did
+        not take all that it was to get since the last call."""
         self.settle()
         idle = self.wait_idle(timeout_s)
         with self._lock:
@@ -125,10 +125,10 @@ class LowerTiers:
                 undo.pop_all()
             put.add_done_callback(partial(self._written, ((guard,), key, chunk)))
 
-    def _written(self, debt: Debt, put: Future[None]) -> None:
-        if put.cancelled():
-            if self._owe(debt, self._pool.max_pages // 2):
-                return
+    def _written(self, debt: Debt, put: Future[bool]) -> None:
+        if put.cancelled() and self._owe(debt, self._pool.max_pages // 2):
+            return
+        if put.cancelled() or put.exception() is not None or not put.result():
             with self._lock:
-                self._given_up += self._write_back  # at once: what is left out is counted, and no debt
+                self._given_up += 1
         self._pool.release(debt[2].pages)

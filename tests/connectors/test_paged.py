@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import FORMS, Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
+from oracle import FORMS, Dims, MemoryTier, Oracle, held_completions, refuse_threads, require_rest, run_slots
 
 from lwkv.config import Config
 from lwkv.engine import CacheEngine
@@ -210,9 +210,29 @@ def test_a_connector_serves_one_engine_at_a_time(make_oracle: Any) -> None:
         assert engine.retrieve(list(range(8)), slot_mapping=run_slots(8, 8)).all()
         oracle.expect(list(range(8)), run_slots(8, 8))
         oracle.check()
+    require_serves(oracle, engine)
+
+
+def require_serves(oracle: Oracle, engine: CacheEngine) -> None:
+    """Another engine can have the connector of one that has ended."""
     with CacheEngine(engine.config, oracle.metadata, engine.connector) as again:
         store(oracle, again, list(range(8)), run_slots(0, 8))
         assert again.lookup(list(range(8))) == 8
+
+
+def test_an_engine_that_has_no_thread_gives_tiers_and_connector_back(
+    make_oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle: Oracle = make_oracle("vllm_2bnhd")
+    with oracle.engine(8) as engine:
+        pass
+    tier = MemoryTier()
+    with monkeypatch.context() as limited:
+        refuse_threads(limited, "completions")
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            CacheEngine(engine.config, oracle.metadata, engine.connector, [tier])
+    assert tier.closed
+    require_serves(oracle, engine)
 
 
 def test_more_staging_than_the_device_has_is_refused(make_oracle: Any) -> None:

@@ -73,9 +73,14 @@ class Rig:
         return write
 
     def store(self, *numbers: int) -> None:
-        """Store chunks, down to the last tier."""
+        """Store chunks, down to the last tier that takes them."""
         self.commit(*numbers)
-        assert self.manager.wait_idle(LONG_S)
+        self.settle()
+
+    def settle(self) -> None:
+        """Have all written that the lower tiers take, and wait for it."""
+        self.manager.lower.settle()
+        assert self.manager.lower.wait_idle(LONG_S)
 
     def commit(self, *numbers: int) -> None:
         """Store chunks; the lower tiers may still be busy with them."""
@@ -115,7 +120,7 @@ class Rig:
 
     def require_rest(self) -> None:
         """Nothing is held but what is cached."""
-        assert self.manager.wait_idle(LONG_S)
+        self.settle()
         assert (self.host.pins, self.manager.writes_in_flight) == (0, 0)
         assert self.pool.pages_in_use == self.pool.references == len(self.host) * NUM_LAYERS
         cached = [chunk.pages for chunk in self.host._chunks.values()]
@@ -125,7 +130,6 @@ class Rig:
         """Let everything go on, and see that nothing is left behind."""
         for tier in self.tiers:
             tier.end_faults()
-        self.manager.wait_idle(LONG_S)  # which may tell of what a tier did not take
         self.require_rest()
         self.manager.close(LONG_S)
         assert (self.pool.pages_in_use, self.pool.references) == (0, 0)

@@ -101,7 +101,9 @@ def test_a_full_disk_costs_its_chunks_and_nothing_else(
     with disk_engine(oracle, tmp_path) as engine:
         with monkeypatch.context() as broken:
             broken.setattr(os, "posix_fallocate", full)
-            store(oracle, engine, run_slots(0, 40))
+            oracle.compute(TOKENS, run_slots(0, 40))
+            engine.store(TOKENS, slot_mapping=run_slots(0, 40))
+            assert not engine.flush()
         require_rest(engine)
         assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
         oracle.expect(TOKENS, run_slots(48, 40))

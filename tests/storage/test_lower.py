@@ -8,6 +8,7 @@ import pytest
 from storage.faulty_tier import LONG_S, Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, Rig, key, keys, values
 
+from lwkv.storage import Status
 from lwkv.storage.guard import NUM_WRITERS
 
 MakeRig = Callable[..., Rig]
@@ -147,7 +148,46 @@ def rest(rig: Rig, tier: FaultyTier) -> None:
     tier.faults["put"] = Fault(error=OSError("full"))
     rig.store(101)
     rig.store(102)
+    assert not rig.manager.wait_idle(LONG_S)
     tier.end_faults()
+
+
+@pytest.mark.parametrize("num_failed", [1, NUM_LAYERS - 1])
+@pytest.mark.parametrize("status", [Status.MISS, Status.ERROR, None])
+def test_what_a_tier_failed_to_take_is_told_once(
+    rig: Rig, tier: FaultyTier, status: Status | None, num_failed: int
+) -> None:
+    failed = [status] * num_failed
+    tier.faults["put", 0] = Fault(answer=lambda answers: [*failed, *answers[num_failed:]])
+    rig.commit(1)
+    assert not rig.manager.wait_idle(LONG_S)
+    assert rig.manager.wait_idle(LONG_S), "which was told"
+    rig.commit(2)
+    assert rig.manager.wait_idle(LONG_S)
+    assert have(tier, 1, 2) == [2]
+
+
+def test_what_one_of_two_tiers_failed_to_take_is_told_though_the_other_has_it(make_rig: MakeRig) -> None:
+    disk, remote = FaultyTier("disk"), FaultyTier("remote")
+    rig = make_rig(disk, remote)
+    rig.put_below(remote, 1)
+    disk.faults["put"] = Fault(error=OSError("full"))
+    hold = rig.hold(1)
+    assert rig.load(hold) == values(1)
+    hold.release()
+    assert not rig.manager.wait_idle(LONG_S)
+    assert (have(disk, 1), have(remote, 1)) == ([], [1])
+
+
+def test_what_a_resting_tier_did_not_take_is_told_once(rig: Rig, tier: FaultyTier) -> None:
+    rest(rig, tier)
+    rig.commit(1)
+    assert not rig.manager.wait_idle(LONG_S)
+    assert rig.manager.wait_idle(LONG_S), "which was told"
+    rig.clock.now += 1000
+    rig.commit(2)
+    assert rig.manager.wait_idle(LONG_S)
+    assert have(tier, 1, 2) == [2], "nobody keeps 1 to be written"
 
 
 def test_what_a_resting_tier_did_not_take_is_written_back_later(make_rig: MakeRig, tier: FaultyTier) -> None:

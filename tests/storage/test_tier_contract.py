@@ -189,7 +189,7 @@ def test_whatever_goes_wrong_pages_are_right_or_missing_and_nothing_is_left_behi
         write = rig.begin(*numbers)
         if write is not None:
             write.commit()
-        assert rig.manager.wait_idle(LONG_S)
+        rig.settle()
         cached = [number for number in numbers if rig.host.contains(keys(number))[0]]
         rig.forget(*cached)
         hold = rig.hold(*numbers)
@@ -202,6 +202,6 @@ def test_whatever_goes_wrong_pages_are_right_or_missing_and_nothing_is_left_behi
     rig.clock.now += 1000
     if (write := rig.begin(*numbers)) is not None:
         write.commit()
-    assert rig.manager.wait_idle(LONG_S)
+    rig.settle()
     assert rig.lookup(*numbers) == len(numbers)
     rig.end()
