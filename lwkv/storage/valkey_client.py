@@ -73,9 +73,13 @@ def connect(address: ValkeyAddress) -> ValkeyClient:
         ConfigError: the client is not installed; user or password are wrong. ConnectionError.
     """
     glide = _import_glide(address.url)
+    made: list[Any] = []
     try:
-        return ValkeyClient(_create(glide, address), glide)
+        return ValkeyClient(_create(glide, address, made), glide)
     except glide.GlideError as error:
+        # It keeps every client, and would connect each that is not closed once more in a child process.
+        for client in made:
+            client.close()
         told = str(error).strip()
         if any(word in told for word in _WRONG_LOGIN):
             raise address.url.refuse(
@@ -100,7 +104,8 @@ def _import_glide(url: RemoteURL) -> Any:
     return glide_sync
 
 
-def _create(glide: Any, address: ValkeyAddress) -> Any:
+def _create(glide: Any, address: ValkeyAddress, made: list[Any]) -> Any:
+    """Connect; the client is in `made` even where it cannot."""
     url, identity = address.url, address.identity or (None, None)
     kinds = {
         False: (glide.GlideClient, glide.GlideClientConfiguration, glide.AdvancedGlideClientConfiguration),
@@ -113,7 +118,7 @@ def _create(glide: Any, address: ValkeyAddress) -> Any:
     tls = glide.TlsAdvancedConfiguration(
         root_pem_cacerts=address.authorities, client_cert_pem=identity[0], client_key_pem=identity[1]
     )
-    return client.create(
+    return _noted(client, made).create(
         configuration(
             [glide.NodeAddress(host, port) for host, port in url.hosts],
             use_tls=url.scheme in _TLS,
@@ -126,6 +131,16 @@ def _create(glide: Any, address: ValkeyAddress) -> Any:
             advanced_config=advanced(int(1000 * address.connect_timeout_s), tls_config=tls),
         )
     )
+
+
+def _noted(client: Any, made: list[Any]) -> Any:
+    """The same class, whose instances are noted in `made`."""
+
+    def note(self: Any, configuration: object) -> None:
+        made.append(self)
+        client.__init__(self, configuration)
+
+    return type(client.__name__, (client,), {"__init__": note})
 
 
 class ValkeyClient:

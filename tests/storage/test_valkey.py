@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from storage.servers import (
     redis_program,
     redis_server,
     require,
+    require_client,
     running,
     tell,
     valkey_program,
@@ -32,7 +34,7 @@ from lwkv.errors import ConfigError
 from lwkv.keys import LayerKey
 from lwkv.storage import Status
 from lwkv.storage.valkey import examine, open_tier
-from lwkv.storage.valkey_client import read_address
+from lwkv.storage.valkey_client import connect, read_address
 
 SECRET = "s3cret word"
 
@@ -238,6 +240,18 @@ def test_a_server_that_is_not_there_yet_is_told_of_once_and_used_as_soon_as_it_i
         place.store(1)
         assert (place.there(1), place.load(1)) == ([True], [ALL])
         place.tier.close()
+
+
+def test_a_client_that_cannot_connect_does_not_try_again_in_child_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_client()
+    told: list[Callable[[], None]] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda after_in_child: told.append(after_in_child))
+    with pytest.raises(ConnectionError, match="cannot be reached"):
+        connect(read_address(f"valkey://127.0.0.1:{free_port()}"))
+    (connects_again,) = told
+    assert connects_again.__self__.closed
 
 
 def test_one_database_does_not_see_another(redis: Server) -> None:
