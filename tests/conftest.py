@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the tests that need a package which is not there in an ordinary run."""
     needs_vllm = collection_path == Path(__file__).parent / "integrations" / "in_vllm"
     return True if needs_vllm and not config.getoption("--vllm") else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collector_passes_over_what_was_there() -> None:
+    """Torch, the other tests and the like: many tests collect garbage, some of them often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

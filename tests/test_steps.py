@@ -22,7 +22,9 @@ from lwkv.storage import Status
 CHUNK = 8
 LAYERS = 3
 ANY_ORDER = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=min(40, settings.default.max_examples),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 CACHED, FRESH = list(range(100, 120)), list(range(300, 320))
 INTO, FROM = run_slots(32, 20), run_slots(64, 20, backwards=True)

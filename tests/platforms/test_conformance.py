@@ -12,6 +12,7 @@ import torch
 from lwkv.platforms import CopyBatch, Platform, Stream
 from lwkv.platforms.cpu_stream import WorkerStream
 
+BUSY_SIDE = 2048
 ODD_SIZES = [1, 3, 255, 4097, 70001]
 
 
@@ -43,8 +44,16 @@ def keep_busy(platform: Platform, stream: Stream, device: torch.device) -> None:
         stream.late = True
     if device.type == "cpu":
         return None
-    square = on_device(platform, torch.ones(2048, 2048), device)
+    square = on_device(platform, torch.ones(BUSY_SIDE, BUSY_SIDE), device)
     return platform.launch(stream, lambda: [square @ square for _ in range(20)])
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_the_way_of_late_streams(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.config.getoption("--musa-streams", default=None) == "late":
+        monkeypatch.setattr(f"{__name__}.BUSY_SIDE", 2)
 
 
 def fill(platform: Platform, stream: Stream, tensor: torch.Tensor, value: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import hypothesis
 import pytest
 import torch
 
@@ -60,6 +61,9 @@ def is_simulated(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if is_simulated(config) and not hasattr(torch, "musa"):
         load_simulator().install()
+        # Slower than any device, and of use where an API is used wrongly: few examples show that.
+        hypothesis.settings.register_profile("simulated", hypothesis.settings.default, max_examples=15)
+        hypothesis.settings.load_profile("simulated")
         config.pluginmanager.register(DeviceOfEveryTest(config.getoption("--musa-streams", default="early")))
 
 

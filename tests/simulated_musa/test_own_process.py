@@ -24,9 +24,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MEMORY = "tests/simulated_musa/test_memory.py"
+ARITHMETIC = "tests/test_prefix_arithmetic.py::test"
+LOADS = f"{ARITHMETIC}_loads_cover_what_is_cached_beyond_the_local_prefix_and_no_other_slot"
+SOME_ARITHMETIC = (
+    f"{LOADS}[full chunks-as vLLM has it]",
+    f"{ARITHMETIC}_stores_leave_out_chunks_wholly_inside_the_masked_part[partial chunks too]",
+)
 PATHS = {
     "platform": ("tests/simulated_musa", "tests/platforms/test_conformance.py", "tests/kernels"),
-    "engine": (MEMORY, "tests/test_engine.py", "tests/test_prefix_arithmetic.py"),
+    "engine": (MEMORY, "tests/test_engine.py", *SOME_ARITHMETIC),
     "steps": (
         MEMORY,
         "tests/test_steps.py",
