@@ -25,10 +25,11 @@ class Slabs(NamedTuple):
 
 
 class LayerCopies:
-    """Item j is the batch of copies of `pages[j]` to or from a buffer of its own, made when it is asked for.
+    """The copies of pages to or from buffers, several layers together where they share one.
 
-    It has the first `sizes[i]` bytes of page `pages[j, i]`, at `i * device_stride` of the buffer.
-    Neighbouring full pages are one run where both sides are contiguous.
+    A batch has the first `sizes[i]` bytes of page `pages[j, i]`, for every layer j of it, at
+    `(j - first) * chunks * device_stride + i * device_stride` of the buffer. Neighbouring full pages of a
+    layer are one run where both sides are contiguous.
 
     Args:
         pages: int64 (layers, chunks), chunks > 0. sizes: int64 (chunks,), bytes.
@@ -45,19 +46,21 @@ class LayerCopies:
         self._slab_of, inner = np.divmod(pages.ravel()[first], span)
         self._offsets = inner * page_stride
         self._addresses = bases[self._slab_of] + self._offsets
-        self._on_device = first % pages.shape[1] * device_stride
+        self._on_device = first * device_stride
+        self._layer_bytes = pages.shape[1] * device_stride
         self._sizes = np.add.reduceat(np.tile(sizes, len(pages)), first)
         self._ends = [0, *starts.sum(axis=1).cumsum().tolist()]
 
-    def __getitem__(self, layer: int) -> CopyBatch:
-        run = slice(self._ends[layer], self._ends[layer + 1])
+    def batch(self, first: int, last: int) -> CopyBatch:
+        """The copies of layers [first, last), which share a buffer."""
+        run = slice(self._ends[first], self._ends[last])
         # Stable: pages are loaded from only after the host has seen their last save end.
         return CopyBatch(
             self._memory,
             self._slab_of[run],
             self._offsets[run],
             self._addresses[run],
-            self._on_device[run],
+            self._on_device[run] - first * self._layer_bytes,
             self._sizes[run],
             stable=True,
         )

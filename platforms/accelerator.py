@@ -99,6 +99,9 @@ class Accelerator:
         with self.use_stream(stream):
             work()
 
+    def launch_handle(self, stream: Stream) -> int | None:
+        return None
+
     def new_event(self, timing: bool = False, blocking: bool = False) -> Event:
         options = {"enable_timing": timing, "blocking": blocking}
         return self.module.Event(**{key: on for key, on in options.items() if key in self.event_options})

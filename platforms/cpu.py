@@ -100,6 +100,9 @@ class CPU:
 
         stream.put(run)
 
+    def launch_handle(self, stream: CpuStream) -> int | None:
+        return None
+
     def new_event(self, timing: bool = False, blocking: bool = False) -> CpuEvent:
         return CpuEvent(timing)
 

@@ -12,7 +12,7 @@ from lwkv.platforms.accelerator import Accelerator
 from lwkv.platforms.copies import check_buffer
 from lwkv.platforms.cuda_driver import CudaDriver
 from lwkv.platforms.cuda_streams import CudaStreams
-from lwkv.platforms.protocol import CopyBatch, Features, Int64s, Stream
+from lwkv.platforms.protocol import CopyBatch, Event, Features, Int64s, Stream
 
 # The driver refuses batches on the legacy default stream, which has these handles.
 _LEGACY_HANDLES = (0, 1)
@@ -45,6 +45,12 @@ class CUDA(Accelerator):
     def streams(self) -> Any:
         return CudaStreams() if CudaStreams.are_there() else self.module
 
+    @cached_property
+    def _events(self) -> Any:
+        """What records events and waits for them: torch's C functions, without the Python ones around."""
+        base = getattr(torch._C, "_CudaEventBase", None)
+        return base if hasattr(base, "record") else self.module.Event
+
     def is_available(self) -> bool:
         # Builds for other vendors answer through torch.cuda too, without a CUDA version.
         return torch.version.cuda is not None and super().is_available()
@@ -57,6 +63,22 @@ class CUDA(Accelerator):
             batch_copy=driver is not None and driver.has_batch,
         )
 
+    def launch_handle(self, stream: Stream) -> int | None:
+        # A kernel goes to the context of the current device.
+        on_current = stream.device_index == self.streams.current_device()
+        return self.stream_handle(stream) if on_current else None
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self._events.record(event, stream if type(stream) in self._own_kinds else self._own(stream))
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self._events.wait(event, stream if type(stream) in self._own_kinds else self._own(stream))
+
+    def wait_stream(self, waiter: Stream, other: Stream) -> None:
+        event = self.new_event()
+        self.record(event, other)
+        self.wait_event(waiter, event)
+
     def register_range(self, address: int, nbytes: int, device: int) -> bool:
         return self.driver is not None and self.driver.register(address, nbytes, device)
 
@@ -65,31 +87,34 @@ class CUDA(Accelerator):
             self.driver.unregister(address, device)
 
     def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
-        driver = self._batching(batch, stream)
-        if driver is None:
+        driver, handle = self._batching(batch), self.stream_handle(stream)
+        if driver is None or handle in _LEGACY_HANDLES:
             return super().load_batch(buffer, batch, stream)
         if batch.sizes.size == 1:
             device, host, nbytes = _single(buffer, batch)
-            return driver.copy(device, host, nbytes, stream.cuda_stream)
+            return driver.copy(device, host, nbytes, handle)
         to, source = _device_addresses(buffer, batch), batch.host_addresses
-        return driver.copy_batch(to, source, batch.sizes, stream.cuda_stream, batch.stable)
+        return driver.copy_batch(to, source, batch.sizes, handle, batch.stable)
 
     def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
-        driver = self._batching(batch, stream)
-        if driver is None:
+        driver, handle = self._batching(batch), self.stream_handle(stream)
+        if driver is None or handle in _LEGACY_HANDLES:
             return super().save_batch(buffer, batch, stream)
         if batch.sizes.size == 1:
             device, host, nbytes = _single(buffer, batch)
-            return driver.copy(host, device, nbytes, stream.cuda_stream)
+            return driver.copy(host, device, nbytes, handle)
         to, source = batch.host_addresses, _device_addresses(buffer, batch)
         # The stream's earlier work writes the source, so it must be read in stream order.
-        return driver.copy_batch(to, source, batch.sizes, stream.cuda_stream, any_order=False)
+        return driver.copy_batch(to, source, batch.sizes, handle, any_order=False)
 
-    def _batching(self, batch: CopyBatch, stream: Stream) -> CudaDriver | None:
+    def stream_handle(self, stream: Stream) -> int:
+        own = stream if type(stream) in self._own_kinds else self._own(stream)
+        handle: int = own.cuda_stream
+        return handle
+
+    def _batching(self, batch: CopyBatch) -> CudaDriver | None:
         # The driver refuses batches of nothing.
-        if not (batch.sizes.size and self.features.batch_copy):
-            return None
-        return None if self.stream_handle(stream) in _LEGACY_HANDLES else self.driver
+        return self.driver if batch.sizes.size and self.features.batch_copy else None
 
 
 def _single(buffer: torch.Tensor, batch: CopyBatch) -> tuple[int, int, int]:

@@ -96,25 +96,25 @@ class CudaDriver:
         out = self._out
         out.failed.value = sizes.size
         attributes = self._orders[_IN_ANY_ORDER if any_order else _IN_STREAM_ORDER]
-        entered = self._enter(self._context_of_stream(stream))
-        try:
-            result = self._batch(
-                _address(to), _address(source), _address(sizes), sizes.size, attributes,
-                self._first_run, 1, *((out.failed_ref,) if self._names_failed_run else ()), stream,
-            )  # fmt: skip
-        finally:
-            self._leave(entered)
+        entered = self._enter(self._streams.get(stream) or self._context_of_stream(stream))
+        result = self._batch(
+            _address(to), _address(source), _address(sizes), sizes.size, attributes,
+            self._first_run, 1, *((out.failed_ref,) if self._names_failed_run else ()), stream,
+        )  # fmt: skip
+        if entered:
+            self._leave()
         if result:
             where = f" at run {out.failed.value} of {sizes.size}" if out.failed.value < sizes.size else ""
             raise self._error(f"cuMemcpyBatchAsync{where}", result)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Queue `nbytes` from address `source` to `to`, in stream order."""
-        entered = self._enter(self._context_of_stream(stream))
-        try:
-            self._do("cuMemcpyAsync", to, source, nbytes, stream)
-        finally:
-            self._leave(entered)
+        entered = self._enter(self._streams.get(stream) or self._context_of_stream(stream))
+        result = self._calls["cuMemcpyAsync"](to, source, nbytes, stream)
+        if entered:
+            self._leave()
+        if result:
+            raise self._error("cuMemcpyAsync", result)
 
     def register(self, address: int, nbytes: int, device: int) -> bool:
         """Page-lock host memory for all devices, in `device`'s context; False where the driver will not."""
@@ -142,30 +142,28 @@ class CudaDriver:
         try:
             yield
         finally:
-            self._leave(entered)
+            if entered:
+                self._leave()
 
     def _enter(self, context: int | None) -> bool:
         # A thread that has made no CUDA call yet has no context, or it has another device's.
-        if context == self._current_context():
+        out = self._out
+        result = self._calls["cuCtxGetCurrent"](out.context_ref)
+        if result:
+            raise self._error("cuCtxGetCurrent", result)
+        if context == out.context.value:
             return False
         self._do("cuCtxPushCurrent_v2", context)
         return True
 
-    def _leave(self, entered: bool) -> None:
-        if entered:
-            self._do("cuCtxPopCurrent_v2", self._out.context_ref)
+    def _leave(self) -> None:
+        self._do("cuCtxPopCurrent_v2", self._out.context_ref)
 
     def _context_of_stream(self, stream: int) -> int | None:
         # A stream keeps its context, and torch keeps its streams.
-        context = self._streams.get(stream)
-        if context is None:
-            self._do("cuStreamGetCtx", stream, self._out.context_ref)
-            context = self._streams[stream] = self._out.context.value
+        self._do("cuStreamGetCtx", stream, self._out.context_ref)
+        context = self._streams[stream] = self._out.context.value
         return context
-
-    def _current_context(self) -> int | None:
-        self._do("cuCtxGetCurrent", self._out.context_ref)
-        return self._out.context.value
 
     def _primary_context(self, device: int) -> int:
         with self._contexts_lock:

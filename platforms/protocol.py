@@ -97,6 +97,9 @@ class Platform(Protocol):
     def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         """Queue the device work that `work` issues behind all that `stream` holds."""
 
+    def launch_handle(self, stream: Stream) -> int | None:
+        """The handle by which kernels can be queued on `stream` as they are; None where it takes `launch`."""
+
     def new_event(self, timing: bool = False, blocking: bool = False) -> Event:
         """Make an event. `timing` needs `features.event_timing`; `blocking` lets host waits sleep."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -347,14 +348,14 @@ def test_neighbouring_full_pages_are_copied_as_one(
 ) -> None:
     pool = make_pool(6, page_bytes=4096)
     taken(pool, 6)
-    [batch] = pool.copy_batches(np.array([pages], np.int64), np.array(sizes, np.int64), 4096)
+    batch = pool.copy_batches(np.array([pages], np.int64), np.array(sizes, np.int64), 4096).batch(0, 1)
     assert runs_of(batch) == runs
 
 
 def test_pages_with_padding_are_never_copied_as_one() -> None:
     pool = make_pool(3, page_bytes=4095)
     taken(pool, 3)
-    [batch] = pool.copy_batches(np.array([[0, 1, 2]]), np.full(3, 4095), 4095)
+    batch = pool.copy_batches(np.array([[0, 1, 2]]), np.full(3, 4095), 4095).batch(0, 1)
     assert runs_of(batch) == [(0, 0, 4095), (4095, 1, 4095), (8190, 2, 4095)]
 
 
@@ -362,8 +363,8 @@ def test_layers_whose_pages_neighbour_differently_have_runs_of_their_own() -> No
     pool = make_pool(9, page_bytes=4096)
     taken(pool, 9)
     pages = np.array([[0, 1], [2, 3], [7, 8]], np.int64)
-    batches = pool.copy_batches(pages, np.full(2, 4096), 4096)
-    assert [runs_of(batch) for batch in batches] == [
+    copies = pool.copy_batches(pages, np.full(2, 4096), 4096)
+    assert [runs_of(copies.batch(layer, layer + 1)) for layer in range(3)] == [
         [(0, 0, 8192)],
         [(0, 2, 4096), (4096, 3, 4096)],
         [(0, 7, 8192)],
@@ -374,7 +375,7 @@ def test_a_batch_outlives_the_growth_of_its_pool() -> None:
     pool = make_pool(6, page_bytes=4096)
     pages = taken(pool, 3)
     pool.page(1).fill_(8)
-    [batch] = pool.copy_batches(pages[None], np.full(3, 4096), 4096)
+    batch = pool.copy_batches(pages[None], np.full(3, 4096), 4096).batch(0, 1)
     taken(pool, 3)
     assert len(batch.slabs) == 1
     assert batch.host_addresses.tolist() == [pool.page(0).data_ptr()]
@@ -397,12 +398,15 @@ def test_batches_move_exactly_the_bytes_asked_for(case: tuple[int, Int64s, Int64
     pool = make_pool(16, page_bytes=page_bytes)
     for number in taken(pool, 16).tolist():
         pool.page(number).fill_(number + 1)
-    for row, batch in zip(pages, pool.copy_batches(pages, sizes, page_bytes), strict=True):
-        buffer = torch.zeros(page_bytes * len(row), dtype=torch.uint8)
+    copies, platform = pool.copy_batches(pages, sizes, page_bytes), CPU()
+    for first, last in combinations(range(len(pages) + 1), 2):
+        rows = pages[first:last]
+        buffer = torch.zeros(page_bytes * rows.size, dtype=torch.uint8)
         wanted = buffer.clone()
-        for i, (page, size) in enumerate(zip(row.tolist(), sizes.tolist(), strict=True)):
+        moved = zip(rows.ravel().tolist(), np.tile(sizes, len(rows)).tolist(), strict=True)
+        for i, (page, size) in enumerate(moved):
             wanted[i * page_bytes : i * page_bytes + size] = page + 1
-        platform = CPU()
+        batch = copies.batch(first, last)
         platform.load_batch(buffer, batch, platform.current_stream(torch.device("cpu")))
         assert torch.equal(buffer, wanted)
 

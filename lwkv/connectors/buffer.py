@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -82,8 +82,8 @@ class BufferConnector(PagedConnector):
             load.plan,
             load.arrived,
             load.fetched,
-            load.recordings,
-            load.stream,
+            recordings=load.recordings,
+            stream=load.stream,
             buffers=self._new_buffers(num_rows),
             num_rows=num_rows,
             rows_of=rows_of,
@@ -158,12 +158,11 @@ class BufferConnector(PagedConnector):
         turn = partial(self.kernels.scatter_rotated, buffer, lane.buffers[0].memory, self._no_rows())
         self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
 
-    def _writing(
-        self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice
-    ) -> Callable[[], object]:
+    def _write(self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
         load = as_buffered(load)
         assert load.places is not None, "a slice has rows, so there are places"
-        return partial(self._fill, load.places, load.turn, target, staging, part)
+        fill = partial(self._fill, load.places, load.turn, target, staging, part)
+        self.platform.launch(load.lane.kernels, fill)
 
     def _fill(
         self, places: torch.Tensor, turn: Turn | None, target: PagedLayer, staging: torch.Tensor, part: Slice

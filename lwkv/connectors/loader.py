@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.caches import Caches
+from lwkv.connectors.kernel_queue import KernelQueue
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan, Slice
-from lwkv.kernels import Kernels
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import CopyBatch, Event, Stream
+from lwkv.platforms import Event, Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Recording, Timeline
+
+
+class Staged(NamedTuple):
+    """A staging buffer that was told to hold slice `number` of these layers.
+
+    `fill` is the number of that fill: another one since, of whatever batch, has overwritten it.
+    """
+
+    buffer: StagingBuffer
+    fill: int
+    layers: range
+    number: int
+
+    def holds(self, layer: int, number: int) -> bool:
+        """Whether the slice of a layer is still in there."""
+        return self.buffer.fills == self.fill and layer in self.layers and number == self.number
+
+    def memory(self, layer: int, layer_bytes: int) -> torch.Tensor:
+        """Its staging from where `layer` begins, uint8 (bytes,)."""
+        place = layer - self.layers.start
+        return self.buffer.memory[place * layer_bytes :] if place else self.buffer.memory
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +47,8 @@ class Load:
     Attributes:
         lane: what the batch is queued on, up to its end.
         arrived: layer i's event, None until the layer is queued.
-        fetched: staging buffers with the first slices in order, whose copies were queued ahead, and the
-            number of that fill: another one since, of whatever batch, has overwritten the slice.
+        fetched: what was staged ahead, in order.
+        shared: what was staged for the layer queued last: the next one may be in there as well.
         recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
         stream: the current one of the batch's last step.
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.
@@ -38,16 +57,16 @@ class Load:
     lane: Lane
     plan: Plan
     arrived: list[Event | None]
-    fetched: deque[tuple[StagingBuffer, int]] = field(default_factory=deque)
+    fetched: deque[Staged] = field(default_factory=deque)
+    shared: Staged | None = None
     recordings: dict[int, Recording] = field(default_factory=dict)
     stream: Stream = None
     not_waited_for: Event | None = None
 
 
-class Loader(Caches):
+class Loader(KernelQueue):
     """The loading side of a connector; the host never waits for the device here, but in `end_load`."""
 
-    kernels: Kernels
     _timeline: Timeline
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
@@ -56,7 +75,7 @@ class Loader(Caches):
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
-        load.plan = load.plan.only(kept)
+        load.plan, load.shared = load.plan.only(kept), None
 
     def wait_layer(self, load: Load, layer: int) -> None:
         """Make the current stream wait for a layer that has been queued."""
@@ -105,51 +124,63 @@ class Loader(Caches):
     def _queue_load(self, load: Load, layer: int, target: PagedLayer, pages: Int64s) -> None:
         """Queue copy and kernel of one layer, which goes into `target`."""
         lane = load.lane
-        recording = load.recordings.pop(layer, None) or self._record(lane, layer)
         for number, part in enumerate(load.plan.slices(target)):
-            buffer = self._fetched(load) or self._fetch(lane, load.plan.copies(layer, target, pages)[number])
-            lane.pass_on(buffer)
+            staged = self._staged(load, layer, number, target, pages)
             if part.first_row < part.last_row:
-                self.platform.launch(lane.kernels, self._writing(load, target, buffer.memory, part))
-            lane.take_back(buffer)
+                self._write(load, target, staged.memory(layer, load.plan.layer_bytes(target)), part)
+            lane.take_back(staged.buffer)
+        recording = load.recordings.pop(layer, None) or self._record(lane, layer)
         recording.end(lane.kernels)
         load.stream = self.platform.current_stream(self.device)
         event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
         self.platform.record(event, lane.kernels)
         load.arrived[layer] = load.not_waited_for = event
 
-    def _writing(
-        self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice
-    ) -> Callable[[], object]:
-        """The work that moves a slice, which has rows, from a staging buffer into `target`."""
-        return partial(self.kernels.scatter, target, staging, part.rows)
+    def _write(self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
+        """Queue what moves a slice, which has rows, from a staging buffer into `target`."""
+        self._queue_kernel(load.lane.kernels, self.kernels.scatter, target, staging, part.rows)
+
+    def _staged(self, load: Load, layer: int, number: int, target: PagedLayer, pages: Int64s) -> Staged:
+        """Where slice `number` of a layer is when kernels get there, queued now unless it was before."""
+        if load.shared is not None and load.shared.holds(layer, number):
+            return load.shared
+        staged = None
+        while load.fetched and staged is None:
+            first = load.fetched.popleft()
+            staged = first if first.holds(layer, number) else None
+        staged = staged or self._fetch(load, self._together(load, layer), number, target, pages)
+        load.lane.pass_on(staged.buffer)
+        load.shared = staged
+        return staged
 
     def _fetch_first(self, load: Load, pages: Int64s) -> None:
-        for number, layer in enumerate(self.layers):
-            room = len(load.lane.buffers) - len(load.fetched)
-            if not room:
-                return
-            load.recordings[number] = self._record(load.lane, number)
-            for batch in load.plan.copies(number, layer, pages[number])[:room]:
-                buffer = self._fetch(load.lane, batch)
-                load.fetched.append((buffer, buffer.fills))
+        """Queue as many copies as there are staging buffers."""
+        layer = 0
+        while layer < self.num_layers:
+            layers, target = self._together(load, layer), self.layers[layer]
+            for number in range(load.plan.num_slices):
+                if len(load.fetched) == len(load.lane.buffers):
+                    return
+                load.fetched.append(self._fetch(load, layers, number, target, pages[layer]))
+            layer = layers.stop
 
-    def _record(self, lane: Lane, layer: int) -> Recording:
-        return self._timeline.span("load", layer, lane.copies)
-
-    def _fetch(self, lane: Lane, batch: CopyBatch) -> StagingBuffer:
-        buffer = lane.next_to_fill()
+    def _fetch(self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s) -> Staged:
+        lane = load.lane
+        for layer in layers:
+            if layer not in load.recordings:
+                load.recordings[layer] = self._record(lane, layer)
+        batch, buffer = load.plan.copy(layers, number, target, pages), lane.next_to_fill()
         self.platform.load_batch(buffer.memory, batch, lane.copies)
         # Marked here: by the time it is passed on, the copies of later layers may be queued behind it.
         lane.mark_filled(buffer)
-        return buffer
+        return Staged(buffer, buffer.fills, layers, number)
 
-    def _fetched(self, load: Load) -> StagingBuffer | None:
-        """The staging with the slice whose turn it is, if it was fetched and nobody filled it since."""
-        if not load.fetched:
-            return None
-        buffer, fill = load.fetched.popleft()
-        return buffer if buffer.fills == fill else None
+    def _together(self, load: Load, layer: int) -> range:
+        """The layers from `layer` on that share staging; the very first is in a hurry."""
+        return range(layer, min(layer + load.plan.together, self.num_layers) if layer else 1)
+
+    def _record(self, lane: Lane, layer: int) -> Recording:
+        return self._timeline.span("load", layer, lane.copies)
 
     def _let_wait(self, stream: Stream, event: Event) -> None:
         self.platform.wait_event(stream, event)

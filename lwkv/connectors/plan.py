@@ -21,6 +21,7 @@ from lwkv.pool import HostPool
 from lwkv.transfer import PageShape, Transfer
 
 FIRST_LAYERS = 2
+ALIGNMENT = 16
 
 FullRows: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
@@ -57,13 +58,24 @@ class Cut:
         forms = {(page_shape(layer, chunk_size), layer.row_bytes) for layer in layers}
         self.alike = len(forms) == 1
         self.full_rows = {shape: _full_rows(shape, chunks_per_slice, layers[0].device) for shape, _ in forms}
+        # Kernels are compiled for the alignment of their staging: all layers' are to be the same.
+        self._can_share = layers[0].page_bytes(chunk_size) % ALIGNMENT == 0
+
+    def layers_together(self, num_chunks: int) -> int:
+        """How many layers of so many chunks a staging buffer holds; at least 1."""
+        return max(1, self.chunks_per_slice // num_chunks) if self._can_share and num_chunks else 1
 
 
 class Plan:
-    """A transfer cut into slices of as many chunks as a staging buffer holds.
+    """A transfer cut into slices of as many chunks as a staging buffer holds, or several layers in one.
 
     The copies need nothing of the device; the rows, made and uploaded on first use, come after them.
+
+    Attributes:
+        together: layers that share a staging buffer: 1 unless all pages are known and all layers alike.
     """
+
+    together = 1
 
     def __init__(self, transfer: Transfer, uploads: Uploads, pool: HostPool, cut: Cut) -> None:
         self.transfer = transfer
@@ -71,6 +83,7 @@ class Plan:
         self._pool = pool
         self._cut = cut
         self._slices: dict[PageShape, list[Slice]] = {}
+        self._slices_of_all: list[Slice] | None = None
         self._known: Int64s | None = None
         self._prepared: list[LayerCopies] = []
         self._num_prepared = 0
@@ -81,34 +94,52 @@ class Plan:
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""
+        if self._slices_of_all is not None:
+            return self._slices_of_all
         shape = page_shape(layer, self._cut.chunk_size)
         if shape not in self._slices:
             whole = self.transfer.is_whole(self._cut.chunk_size)
             self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
+            if self._cut.alike:
+                self._slices_of_all = self._slices[shape]
         return self._slices[shape]
 
     def know(self, pages: Int64s) -> None:
         """Take all layers' pages, int64 (layers, chunks): copies are made together where layers are alike."""
         if self._cut.alike:
             self._known = pages
+            self.together = self._cut.layers_together(self.transfer.num_chunks)
 
-    def copies(self, number: int, layer: PagedLayer, pages: Int64s) -> list[CopyBatch]:
-        """The copies of one layer, a batch for each slice; `pages`, int64 (chunks,), unless known before."""
+    def layer_bytes(self, layer: PagedLayer) -> int:
+        """Bytes of a staging buffer from one layer like `layer` to the next that shares it."""
+        return self.transfer.num_chunks * layer.page_bytes(self._cut.chunk_size)
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of every layer."""
+        return -(-self.transfer.num_chunks // self._cut.chunks_per_slice)
+
+    def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
+        """The copies of slice `number` of layers like `layer` that share a buffer.
+
+        `pages` are those of the first of them, int64 (chunks,), unless known before.
+        """
         if self._known is None:
-            return [copies[0] for copies in self._make_copies(layer, pages[None])]
-        if number >= self._num_prepared:
+            return self._make_copies(number, layer, pages[None]).batch(0, 1)
+        if layers.stop > self._num_prepared:
             # The first layers by themselves: they are in a hurry.
-            self._num_prepared = FIRST_LAYERS if number < FIRST_LAYERS else len(self._known)
-            self._prepared = self._make_copies(layer, self._known[: self._num_prepared])
-        return [copies[number] for copies in self._prepared]
+            self._num_prepared = FIRST_LAYERS if layers.stop <= FIRST_LAYERS else len(self._known)
+            known = self._known[: self._num_prepared]
+            self._prepared = [self._make_copies(i, layer, known) for i in range(self.num_slices)]
+        return self._prepared[number].batch(layers.start, layers.stop)
 
-    def _make_copies(self, layer: PagedLayer, pages: Int64s) -> list[LayerCopies]:
-        """Of layers that are all like `layer`, for each slice; `pages` is int64 (layers, chunks)."""
-        cut, shape = self._cut, page_shape(layer, self._cut.chunk_size)
-        sizes, stride = self.transfer.page_rows(shape) * layer.row_bytes, layer.page_bytes(cut.chunk_size)
-        starts = range(0, len(sizes), cut.chunks_per_slice)
-        slices = [slice(start, start + cut.chunks_per_slice) for start in starts]
-        return [self._pool.copy_batches(pages[:, chunks], sizes[chunks], stride) for chunks in slices]
+    def _make_copies(self, number: int, layer: PagedLayer, pages: Int64s) -> LayerCopies:
+        """Those of slice `number` of layers that are all like `layer`; `pages` is int64 (layers, chunks)."""
+        cut = self._cut
+        start = number * cut.chunks_per_slice
+        chunks, shape = slice(start, start + cut.chunks_per_slice), page_shape(layer, cut.chunk_size)
+        sizes = self.transfer.page_rows(shape)[chunks] * layer.row_bytes
+        return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(cut.chunk_size))
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots = self.transfer.row_slots(shape.tokens_per_row)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from lwkv.connectors.caches import Caches
+import torch
+
+from lwkv.connectors.kernel_queue import KernelQueue
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
-from lwkv.kernels import Kernels
+from lwkv.kernels import Rows
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
@@ -20,7 +22,7 @@ class Save:
 
     Attributes:
         lane: what the batch is queued on, up to its end.
-        group: how many layers are queued together.
+        group: how many layers are queued one right after the other.
         sync: whether they are queued behind what the current stream holds when the last of them is computed.
         stream: the current one of the batch's last step, None before any layer is computed.
         waiting: layers that are computed and not queued yet, and the pages each goes to.
@@ -38,10 +40,9 @@ class Save:
     before: StagingBuffer | None = None
 
 
-class Saver(Caches):
+class Saver(KernelQueue):
     """The saving side of a connector; the host never waits for the device here, but in `end_save`."""
 
-    kernels: Kernels
     _timeline: Timeline
 
     def save_layer(self, save: Save, layer: int, pages: Int64s) -> None:
@@ -64,8 +65,8 @@ class Saver(Caches):
         waiting, save.waiting = save.waiting, []
         if waiting and save.sync:
             self._wait_for_writers(save)
-        for layer, pages in waiting:
-            self._queue_save(save, layer, pages)
+        for start in range(0, len(waiting), save.plan.together):
+            self._queue_save(save, waiting[start : start + save.plan.together])
 
     def leave_save(self, save: Save) -> None:
         """Queue nothing more of a batch: what comes next may write to its blocks. As for `leave_load`.
@@ -84,20 +85,29 @@ class Saver(Caches):
         self._wait_for_copies(save)
         save.plan.uploads.give_back()
 
-    def _queue_save(self, save: Save, layer: int, pages: Int64s) -> None:
-        lane, source = save.lane, self.layers[layer]
-        recording = self._timeline.span("save", layer, lane.kernels)
-        copies = save.plan.copies(layer, source, pages)
-        for part, batch in zip(save.plan.slices(source), copies, strict=True):
-            buffer = lane.next_to_fill()
-            work = partial(self.kernels.gather, source, buffer.memory, part.rows)
-            self.platform.launch(lane.kernels, work)
+    def _queue_save(self, save: Save, waiting: Sequence[tuple[int, Int64s]]) -> None:
+        """Queue layers that share a staging buffer, one behind the other in the model."""
+        lane, (first, pages) = save.lane, waiting[0]
+        source = self.layers[first]
+        layers = range(first, first + len(waiting))
+        recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
+        for number, part in enumerate(save.plan.slices(source)):
+            batch, buffer = save.plan.copy(layers, number, source, pages), lane.next_to_fill()
+            self._gather(save, layers, buffer.memory, part.rows)
             lane.mark_filled(buffer)
             save.before, save.last = save.last, buffer
             lane.pass_on(buffer)
             self.platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
-        recording.end(lane.copies)
+        for recording in recordings:
+            recording.end(lane.copies)
+
+    def _gather(self, save: Save, layers: range, staging: torch.Tensor, rows: Rows) -> None:
+        kernels, stream = self.kernels, save.lane.kernels
+        step = save.plan.layer_bytes(self.layers[layers.start]) if len(layers) > 1 else 0
+        for number, layer in enumerate(layers):
+            memory = staging[number * step :] if number else staging
+            self._queue_kernel(stream, kernels.gather, self.layers[layer], memory, rows)
 
     def _wait_for_writers(self, save: Save) -> None:
         self.platform.wait_stream(save.lane.kernels, save.stream)

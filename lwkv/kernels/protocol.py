@@ -24,9 +24,15 @@ class Rows:
     k_rows: Tensor
     v_rows: Tensor
 
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the three begin, for native calls."""
+        return self.slots.data_ptr(), self.k_rows.data_ptr(), self.v_rows.data_ptr()
+
 
 class Kernels(Protocol):
-    """Row movement on the current stream. Nothing here waits for the device or reads it back.
+    """Row movement on the current stream, or where `takes_handles` on the one that a `handle` names.
+
+    Nothing here waits for the device or reads it back.
 
     A call without rows moves nothing, but compiles what its layer needs: worth making at start.
 
@@ -36,11 +42,12 @@ class Kernels(Protocol):
     """
 
     name: str
+    takes_handles: bool
 
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
         """Write staging rows into the paged cache."""
 
-    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
         """Write rows of the paged cache into staging."""
 
     def scatter_rotated(

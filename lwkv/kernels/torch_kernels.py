@@ -17,15 +17,16 @@ class TorchKernels:
     """
 
     name = "torch"
+    takes_handles = False
 
     @torch.inference_mode()
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
         place = _place(layer, rows)
         for cache, staged, numbers in _parts(layer, staging, rows):
             cache[place] = staged.index_select(0, numbers)
 
     @torch.inference_mode()
-    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
         place = _place(layer, rows)
         for cache, staged, numbers in _parts(layer, staging, rows):
             staged[numbers] = cache[place]

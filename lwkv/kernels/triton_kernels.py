@@ -29,43 +29,41 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self) -> None:
+        self.takes_handles = _can_be_called_as_compiled()
         self._launches: WeakKeyDictionary[PagedLayer, dict[Key, _Launch]] = WeakKeyDictionary()
         self._compiled: dict[Key, Any] = {}
 
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._launch(layer, ("scatter", staging.data_ptr() % 16), _make_move, staging, rows)
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
+        self._find(layer, ("scatter", staging.data_ptr() % 16), _make_move)(staging, rows, handle)
 
-    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._launch(layer, ("gather", staging.data_ptr() % 16), _make_move, staging, rows)
+    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
+        self._find(layer, ("gather", staging.data_ptr() % 16), _make_move)(staging, rows, handle)
 
     def scatter_rotated(
         self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> None:
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
-        self._launch(layer, key, _make_rotated, staging, rows, cos, sin)
+        self._find(layer, key, _make_rotated)(staging, rows, None, cos, sin)
 
-    def _launch(
-        self,
-        layer: PagedLayer,
-        key: Key,
-        make: Callable[[PagedLayer, Key, dict[Key, Any]], _Launch],
-        staging: Tensor,
-        rows: Rows,
-        *tables: Tensor,
-    ) -> None:
-        launches = self._launches.setdefault(layer, {})
+    def _find(
+        self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key, dict[Key, Any]], _Launch]
+    ) -> _Launch:
+        launches = self._launches.get(layer)
+        if launches is None:
+            launches = self._launches[layer] = {}
         launch = launches.get(key)
         if launch is None:
             launch = launches[key] = make(layer, key, self._compiled)
-        launch(staging, rows, tables)
+        return launch
 
 
 class _Launch:
     """A kernel for one layer, and for pointers of the alignment that its key names.
 
     Triton looks at all arguments of a call to find what it compiled for them; here that cannot change. What
-    is compiled serves all layers that differ in their addresses and their number of rows only.
+    is compiled serves all layers that differ in their addresses and their number of rows only, and takes
+    addresses: its launcher asks the driver about every tensor.
     """
 
     def __init__(
@@ -78,32 +76,32 @@ class _Launch:
         key: Key,
         compiled: dict[Key, Any],
     ) -> None:
-        k, _ = self._views = views
+        k, v = self._views = views
+        self._addresses = k.data_ptr(), v.data_ptr()
         self._kernel, self._across = kernel, across
         self._run: Any = None
-        self._takes_addresses = False
         self._row_bytes, self._num_rows = layer.row_bytes, layer.num_rows
         self._down, self._columns = _tile(across)
         self._constants = (*k.shape[1:], *k.stride()[:3], *constants, self._down, self._columns, layer.parts)
         alike = ((view.dtype, view.data_ptr() % 16) for view in views)
         self._form, self._compiled = (kernel, key, *alike, *self._constants), compiled
 
-    def __call__(self, staging: Tensor, rows: Rows, tables: tuple[Tensor, ...]) -> None:
+    def __call__(self, staging: Tensor, rows: Rows, handle: int | None, *tables: Tensor) -> None:
         count = rows.slots.shape[0]
-        pointers: tuple[Any, ...] = (*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables)
-        numbers = (count, self._num_rows, staging.numel() // self._row_bytes, *self._constants)
-        if self._run is None:
-            self._run = self._find((*pointers, *numbers))
-        if self._takes_addresses:
-            # The launcher asks the driver about every tensor, and takes an address as it is.
-            pointers = tuple(tensor.data_ptr() for tensor in pointers)
         grid = -(-count // self._down), -(-self._across // self._columns), 1
-        self._run[grid](*pointers, *numbers)
+        numbers = (count, self._num_rows, staging.numel() // self._row_bytes, *self._constants)
+        if self._run is None or self._run is self._kernel:
+            pointers = (*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables)
+            self._run = self._find((*pointers, *numbers))
+            if self._run is self._kernel:
+                self._run[grid](*pointers, *numbers)
+                return
+        addresses = (*self._addresses, staging.data_ptr(), *rows.addresses(), *(t.data_ptr() for t in tables))
+        self._run[grid](*addresses, *numbers, stream=handle)
 
     def _find(self, arguments: tuple[Any, ...]) -> Any:
         if self._form not in self._compiled:
             self._compiled[self._form] = _compile(self._kernel, arguments)
-        self._takes_addresses = self._compiled[self._form] is not self._kernel
         return self._compiled[self._form]
 
 
@@ -124,11 +122,16 @@ def _make_rotated(layer: PagedLayer, key: Key, compiled: dict[Key, Any]) -> _Lau
 
 
 def _compile(kernel: Any, arguments: tuple[Any, ...]) -> Any:
-    """Compile, where a compiled kernel can be called as it is: since Triton 3.3, not in its interpreter."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < (3, 3) or not isinstance(kernel, triton.JITFunction):
+    """Compile, where a compiled kernel can be called as it is."""
+    if not (_can_be_called_as_compiled() and isinstance(kernel, triton.JITFunction)):
         return kernel
     return kernel.warmup(*arguments, grid=(1,))
+
+
+def _can_be_called_as_compiled() -> bool:
+    """Whether compiled kernels take a grid, their arguments and a stream: since Triton 3.3."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= (3, 3)
 
 
 def _tile(across: int) -> tuple[int, int]:
