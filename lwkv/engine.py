@@ -144,6 +144,16 @@ class CacheEngine:
         ids = as_token_ids(tokens)
         return self._memo.keys(ids[: int(self._chunking.chunk_tokens(len(ids)).sum())], as_salts(salts))
 
+    def remember(self, tokens: Any, salts: tuple[str, ...], keys: list[ChunkKey]) -> None:
+        """Take over the keys of all chunks of `tokens`, made for this namespace: they are not made again.
+
+        Args:
+            tokens: int64 array, (tokens,); neither it nor the list may change any more.
+        """
+        counts = self._chunking.chunk_tokens(len(tokens))
+        if len(keys) == len(counts):
+            self._memo.remember(tokens[: int(counts.sum())], salts, keys)
+
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
         """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
 

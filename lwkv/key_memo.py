@@ -31,8 +31,12 @@ class KeyMemo:
                 return keys
         size, partial = self._chunking.chunk_size, self._chunking.partial
         keys = chunk_keys(ids, size, self._namespace, salts, partial)
-        self._recent.append((ids.copy(), salts, keys))
+        self.remember(ids.copy(), salts, keys)
         return keys
+
+    def remember(self, ids: Int64s, salts: tuple[str, ...], keys: list[ChunkKey]) -> None:
+        """Take over keys that were made elsewhere, of this namespace; `ids` and `keys` must not change."""
+        self._recent.appendleft((ids, salts, keys))
 
     def of(self, request: CheckedRequest) -> list[ChunkKey]:
         """The key of every chunk of a request."""

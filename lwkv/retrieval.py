@@ -89,7 +89,7 @@ class BatchRetrieval:
         Never blocks.
         """
         self._wanted = layer
-        if self._load is not None:
+        if self._load is not None and self._queued < self.num_layers:
             self._try(self._queue_there, self._load)
 
     def wait(self, layer: int) -> None:
@@ -156,13 +156,12 @@ class BatchRetrieval:
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
         self._arrivals.ask_up_to(self._wanted + self._config.prefetch_layers)
-        # The copies of the first layers are under way, and the model is still to be launched.
-        ahead = self._config.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
-        last = self._wanted + ahead
-        if self._queued <= last and ahead and self._arrivals.known is not None:
-            # The model's own code makes ours slow: several in a row take little more than one.
-            last += self._connector.layers_in_a_row - 1
-        while self._queued <= min(last, self.num_layers - 1) and self._arrivals.are_there(self._queued):
+        if self._arrivals.known is not None:
+            ahead = self._connector.layers_ahead(self._wanted)
+        else:
+            ahead = self._config.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
+        last = min(self._wanted + ahead, self.num_layers - 1)
+        while self._queued <= last and self._arrivals.are_there(self._queued):
             self._queue_next(load)
 
     def _wait_for(self, load: Load, layer: int) -> None:

@@ -100,7 +100,7 @@ class LayerSteps:
             layer: the registered name or position.
         """
         number = self._number(layer)
-        if number is not None:
+        if number is not None and self._load is not None:
             self.start_load_kv()
             self._advance_load(number + 3)
 

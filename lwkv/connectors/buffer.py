@@ -13,7 +13,7 @@ from lwkv.connectors.buffered_load import BufferedLoad, as_buffered, send_places
 from lwkv.connectors.buffers import memory_of, new_buffer
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
-from lwkv.connectors.plan import Plan, Slice
+from lwkv.connectors.plan import FIRST_LAYERS, Plan, Slice
 from lwkv.connectors.rope import Rope, Turn
 from lwkv.errors import LayoutError, RequestError
 from lwkv.kernels import Rows
@@ -30,14 +30,16 @@ class BufferConnector(PagedConnector):
     """
 
     name = "buffer"
-    # There is room for few layers: what is queued early makes the model wait for those before it.
-    layers_in_a_row = 1
     _rope: Rope | None = None
 
     @property
     def num_buffered(self) -> int:
         """Layers in the buffer: those queued ahead, the one in use and the one arriving."""
         return self._config.lookahead_layers + 2
+
+    def layers_ahead(self, layer: int) -> int:
+        # There is room for few layers: what is queued early makes the model wait for those before it.
+        return self._config.lookahead_layers if layer >= FIRST_LAYERS else 0
 
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
         """Raise LayoutError for opaque blocks, and for layers of different shapes."""

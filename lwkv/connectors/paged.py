@@ -29,8 +29,6 @@ class PagedConnector(Loader, Saver):
     """
 
     name = "paged"
-    layers_in_a_row = 8
-    """How many layers whose pages are known are queued at once."""
     _running = False
 
     def start(self, pool: HostPool, timeline: Timeline | None = None) -> None:
@@ -89,6 +87,14 @@ class PagedConnector(Loader, Saver):
         plan.know(pages)
         together = self._config.group_bytes // (self.page_bytes * transfer.num_chunks)
         return Save(lane, plan, max(1, together), sync)
+
+    def layers_ahead(self, layer: int) -> int:
+        """How many layers, of which all pages are known, are queued together with `layer`, behind it.
+
+        More each time. The first copies are under way when the model is to be launched, which must not be
+        kept waiting; later its own code makes ours slow, and several in a row take little more than one.
+        """
+        return int(4**layer) - 1 if layer < self.num_layers else 0
 
     def _buffer_bytes(self) -> int:
         buffers = 2 * self._config.staging_buffers  # for loads and for saves

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT
 
@@ -23,6 +24,7 @@ class Move:
         salts: what else the keys stand for.
         blocks: int64, the request's block for each `block_size` tokens, as far as it has some.
         first, end: tokens [first, end) are moved.
+        keys: for each rank, by number, the keys of all chunks of `tokens`; none where they are not known.
     """
 
     tokens: Int64s
@@ -30,6 +32,7 @@ class Move:
     blocks: Int64s
     first: int
     end: int
+    keys: Sequence[list[ChunkKey]] = ()
 
     def slots(self, block_size: int) -> Int64s:
         """Each token's slot, int64 (tokens,); NO_SLOT for those that are not moved or have no block."""

@@ -198,11 +198,10 @@ class SchedulerSide:
         return stores
 
     def _move(self, item: Scheduled, span: Span) -> Move:
-        move = item.tracked.move(span, item.blocks())
-        keys = item.tracked.keys(self.index, span.num_tokens)
-        if self._chronicle is not None and keys:
+        move = item.tracked.move(self.index, span, item.blocks())
+        if self._chronicle is not None and move.keys:
             lora = getattr(item.tracked.request, "lora_request", None)
-            self._chronicle.expect(move, keys[0], None if lora is None else str(lora.lora_name))
+            self._chronicle.expect(move, move.keys[0], None if lora is None else str(lora.lora_name))
         return move
 
     def _to_store(self, item: Scheduled) -> Span | None:

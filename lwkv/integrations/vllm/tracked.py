@@ -108,12 +108,12 @@ class Tracked:
         done = min(self.cared_for, -(-computed // self.chunking.chunk_size)) * self.chunking.chunk_size
         return not self.to_load and self.spoiled_from is None and done >= self._in_chunks(in_place)
 
-    def move(self, span: Span, blocks: Sequence[int]) -> Move:
+    def move(self, index: ChunkIndex, span: Span, blocks: Sequence[int]) -> Move:
         """The order to move `span` into or out of `blocks`."""
-        if len(self._ids) < span.num_tokens:
-            self._ids, self._keys = token_ids(self.request, span.num_tokens), []
+        whole = -(-span.num_tokens // self.chunking.chunk_size)
+        keys = [own[:whole] for own in self.keys(index, span.num_tokens)]
         ids = self._ids[: span.num_tokens]
-        return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end)
+        return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end, keys)
 
     def _prefix(self, index: ChunkIndex, num_tokens: int) -> int:
         """Leading chunks that can be loaded. While a request waits, vLLM asks every step."""

@@ -74,6 +74,8 @@ class WorkerSide:
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
         self._is_waited_for = False
+        for move in (*orders.loads, *orders.stores):
+            self._take_over_keys(move)
         if orders.loads:
             self._loads = self._requests(orders.loads)
             self._announce(self._load_steps, self._loads, ())
@@ -191,6 +193,11 @@ class WorkerSide:
             self._announce(self._store_steps, (), ())
             return False
         return self._store_steps.wait_for_save().stored
+
+    def _take_over_keys(self, move: Move) -> None:
+        own = move.keys[self.info.rank] if self.info.rank < len(move.keys) else []
+        if own and own[0].namespace == self.engine.namespace:
+            self.engine.remember(move.tokens, move.salts, own)
 
     def _keys(self, move: Move) -> list[ChunkKey]:
         # As the engine has them: they are hashed once.
