@@ -85,9 +85,18 @@ class LayerSteps:
         self._masks: list[torch.Tensor] = []
         self._result: StepResult | None = None
 
+    def look_up(self) -> list[int]:
+        """Find out how many tokens of each load will come, and let them set out; nothing is written yet.
+
+        For an engine that has some work to do before `start_load_kv`, such as clearing blocks.
+        """
+        if self._load is not None and self._loads_taken == 0:
+            self._advance_load(1)
+        return self._promised
+
     def start_load_kv(self) -> list[int]:
         """Queue the first layer of all loads, or in bulk all; return how many tokens of each will come."""
-        if self._load is not None and self._loads_taken == 0:
+        if self._load is not None and self._loads_taken < 2:
             self._advance_load(2 if self._layerwise else self._num_layers + 2)
         return self._promised
 

@@ -51,6 +51,7 @@ class Load:
         shared: what was staged for the layer queued last: the next one may be in there as well.
         recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
         stream: the current one of the batch's last step.
+        is_ordered: whether kernels wait for what the current stream held when the first layer was queued.
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.
     """
 
@@ -61,6 +62,7 @@ class Load:
     shared: Staged | None = None
     recordings: dict[int, Recording] = field(default_factory=dict)
     stream: Stream = None
+    is_ordered: bool = False
     not_waited_for: Event | None = None
 
 
@@ -110,20 +112,20 @@ class Loader(KernelQueue):
         load.plan.uploads.give_back()
 
     def _begin_load(self, load: Load, pages: Int64s | None) -> None:
-        """Write nothing of a batch before what the current stream holds now is done.
+        """Queue as many copies as fit the staging, where all pages are known, int64 (layers, chunks).
 
-        Where all pages are known, int64 (layers, chunks), the first copies are queued, as many as fit the
-        staging: they need no more, and the host takes a while to prepare the rest.
+        They need no more, and the host takes a while to prepare the rest.
         """
         if pages is not None:
             load.plan.know(pages)
             self._fetch_first(load, pages)
-        load.stream = self.platform.current_stream(self.device)
-        self._wait_for_readers(load)
 
     def _queue_load(self, load: Load, layer: int, target: PagedLayer, pages: Int64s) -> None:
         """Queue copy and kernel of one layer, which goes into `target`."""
-        lane = load.lane
+        lane, load.stream = load.lane, self.platform.current_stream(self.device)
+        if not load.is_ordered:
+            self._wait_for_readers(load)
+            load.is_ordered = True
         for number, part in enumerate(load.plan.slices(target)):
             staged = self._staged(load, layer, number, target, pages)
             if part.first_row < part.last_row:
@@ -131,7 +133,6 @@ class Loader(KernelQueue):
             lane.take_back(staged.buffer)
         recording = load.recordings.pop(layer, None) or self._record(lane, layer)
         recording.end(lane.kernels)
-        load.stream = self.platform.current_stream(self.device)
         event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
         self.platform.record(event, lane.kernels)
         load.arrived[layer] = load.not_waited_for = event

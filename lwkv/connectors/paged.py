@@ -66,7 +66,9 @@ class PagedConnector(Loader, Saver):
         del self._load_lane, self._save_lane, self._spare, self._cut, self._pool
 
     def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> Load:
-        """Start a batch of loads into the slots of `transfer`, behind what the current stream holds now.
+        """Start a batch of loads; nothing is written to the slots of `transfer` before a layer is queued.
+
+        What is written comes behind what the current stream holds when the first layer is queued.
 
         Give the pages, int64 (layers, chunks), where all are known: the first copies are then queued at once.
         """

@@ -77,6 +77,12 @@ class LWKVConnector(KVConnectorBase_V1):
         """Whether the hooks around layers have anything to do in this step."""
         return self._connector_metadata is not None and self._connector_metadata.moves_anything
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        # What vLLM calls first in a step: while it prepares the model's inputs, layers can be on their way.
+        if self._worker is not None:
+            self._worker.begin(kv_connector_metadata)
+            self._worker.look_up()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_load()

@@ -52,7 +52,7 @@ class WorkerSide:
         self._block_size = block_size
         self._draft_layers = draft_layers
         self._last_layer = [layer.name for layer in connector.layers if layer.name not in draft_layers][-1]
-        self._is_waited_for = False
+        self._is_looked_up = self._is_waited_for = False
         self._presence = Presence(engine.parts().storage)
         self._load_steps = LayerSteps(engine)
         self._store_steps = LayerSteps(engine)
@@ -69,11 +69,13 @@ class WorkerSide:
         self._loads_ended = self._ended = True
 
     def begin(self, orders: StepOrders) -> None:
-        """Take the orders of a step; the one before has ended."""
+        """Take the orders of a step, the same ones any number of times; the one before has ended."""
+        if orders is self._orders:
+            return
         self._orders = orders
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
-        self._is_waited_for = False
+        self._is_looked_up = self._is_waited_for = False
         for move in (*orders.loads, *orders.stores):
             self._take_over_keys(move)
         if orders.loads:
@@ -82,10 +84,17 @@ class WorkerSide:
         if orders.stores:
             self._announce(self._store_steps, (), self._requests(orders.stores))
 
+    def look_up(self) -> None:
+        """Let the first layers of all loads set out; vLLM may still clear the blocks that they go to."""
+        if not (self._loads_ended or self._is_looked_up):
+            self._is_looked_up = True
+            self._wait_for_stores()
+            self._load_steps.look_up()
+
     def start_load(self) -> None:
         """Queue the first layer of all loads."""
+        self.look_up()
         if not self._loads_ended:
-            self._wait_for_stores()
             self._load_steps.start_load_kv()
 
     def wait_for_layer(self, name: str) -> None:
