@@ -103,6 +103,13 @@ class PagedLayer:
     def row_bytes(self) -> int:
         return self.heads * self.width * self.k.element_size()
 
+    @cached_property
+    def form(self) -> tuple[object, ...]:
+        """What layers have in common that differ only in where they are, by a multiple of 16 bytes."""
+        views = [self.k] if self.v is None else [self.k, self.v]
+        places = ((*view.shape, *view.stride(), view.data_ptr() % 16) for view in views)
+        return self.dtype, self.device, self.tokens_per_row, *places
+
     def page_bytes(self, num_tokens: int) -> int:
         """Bytes of a page of `num_tokens` tokens. Raises ConfigError if opaque blocks do not divide them."""
         if num_tokens % self.tokens_per_row:

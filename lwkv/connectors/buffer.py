@@ -96,10 +96,12 @@ class BufferConnector(PagedConnector):
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         load = as_buffered(load)
         target = load.buffer(layer)
+        if load.arrived[layer] is not None:
+            return
         if layer >= len(load.buffers):
             self.wait_layer(load, layer - len(load.buffers))
             self._wait_for_buffer(load)
-        self._queue_load(load, layer, target, pages)
+        self._queue_load(load, range(layer, layer + 1), [target], pages)
         load.filled.append((load.plan, load.places))
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
@@ -160,8 +162,11 @@ class BufferConnector(PagedConnector):
         turn = partial(self.kernels.scatter_rotated, buffer, lane.buffers[0].memory, self._no_rows())
         self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
 
-    def _write(self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
-        load = as_buffered(load)
+    def _together(self, load: Load, layer: int) -> range:
+        return range(layer, layer + 1)  # each goes to a buffer of its own
+
+    def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
+        load, (target,) = as_buffered(load), targets
         assert load.places is not None, "a slice has rows, so there are places"
         fill = partial(self._fill, load.places, load.turn, target, staging, part)
         self.platform.launch(load.lane.kernels, fill)

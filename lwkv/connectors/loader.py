@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,15 +31,6 @@ class Staged(NamedTuple):
     layers: range
     number: int
 
-    def holds(self, layer: int, number: int) -> bool:
-        """Whether the slice of a layer is still in there."""
-        return self.buffer.fills == self.fill and layer in self.layers and number == self.number
-
-    def memory(self, layer: int, layer_bytes: int) -> torch.Tensor:
-        """Its staging from where `layer` begins, uint8 (bytes,)."""
-        place = layer - self.layers.start
-        return self.buffer.memory[place * layer_bytes :] if place else self.buffer.memory
-
 
 @dataclass(slots=True, eq=False)
 class Load:
@@ -48,7 +40,6 @@ class Load:
         lane: what the batch is queued on, up to its end.
         arrived: layer i's event, None until the layer is queued.
         fetched: what was staged ahead, in order.
-        shared: what was staged for the layer queued last: the next one may be in there as well.
         recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
         stream: the current one of the batch's last step.
         is_ordered: whether kernels wait for what the current stream held when the first layer was queued.
@@ -59,7 +50,6 @@ class Load:
     plan: Plan
     arrived: list[Event | None]
     fetched: deque[Staged] = field(default_factory=deque)
-    shared: Staged | None = None
     recordings: dict[int, Recording] = field(default_factory=dict)
     stream: Stream = None
     is_ordered: bool = False
@@ -72,12 +62,17 @@ class Loader(KernelQueue):
     _timeline: Timeline
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
-        """Queue one layer: pages are int64 (chunks,), in use until `end_load` has returned."""
-        self._queue_load(load, layer, self.layers[layer], pages)
+        """Queue one layer, and those that share its staging, unless it is: they come by one kernel.
+
+        `pages` are int64 (chunks,), in use until `end_load` has returned.
+        """
+        if load.arrived[layer] is None:
+            layers = self._together(load, layer)
+            self._queue_load(load, layers, self.layers[layers.start : layers.stop], pages)
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
-        load.plan, load.shared = load.plan.only(kept), None
+        load.plan = load.plan.only(kept)
 
     def wait_layer(self, load: Load, layer: int) -> None:
         """Make the current stream wait for a layer that has been queued."""
@@ -101,7 +96,9 @@ class Loader(KernelQueue):
             current = self.platform.current_stream(self.device)
             if current != load.stream:
                 self._let_wait(current, event)
-        load.lane.spare_events += [event for event in load.arrived if event is not None]
+        # Layers that came together have one event.
+        arrived = {id(event): event for event in load.arrived if event is not None}
+        load.lane.spare_events += arrived.values()
         load.arrived = [None] * len(load.arrived)
 
     def end_load(self, load: Load) -> None:
@@ -120,39 +117,38 @@ class Loader(KernelQueue):
             load.plan.know(pages)
             self._fetch_first(load, pages)
 
-    def _queue_load(self, load: Load, layer: int, target: PagedLayer, pages: Int64s) -> None:
-        """Queue copy and kernel of one layer, which goes into `target`."""
+    def _queue_load(self, load: Load, layers: range, targets: Sequence[PagedLayer], pages: Int64s) -> None:
+        """Queue copy and kernel of layers that share their staging, and go into `targets`."""
         lane, load.stream = load.lane, self.platform.current_stream(self.device)
         if not load.is_ordered:
             self._wait_for_readers(load)
             load.is_ordered = True
-        for number, part in enumerate(load.plan.slices(target)):
-            staged = self._staged(load, layer, number, target, pages)
+        for number, part in enumerate(load.plan.slices(targets[0])):
+            buffer = self._staged(load, layers, number, targets[0], pages)
             if part.first_row < part.last_row:
-                self._write(load, target, staged.memory(layer, load.plan.layer_bytes(target)), part)
-            lane.take_back(staged.buffer)
-        recording = load.recordings.pop(layer, None) or self._record(lane, layer)
-        recording.end(lane.kernels)
+                self._write(load, targets, buffer.memory, part)
+            lane.take_back(buffer)
         event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
         self.platform.record(event, lane.kernels)
-        load.arrived[layer] = load.not_waited_for = event
+        load.not_waited_for = event
+        for layer in layers:
+            load.arrived[layer] = event
+            recording = load.recordings.pop(layer, None) or self._record(lane, layer)
+            recording.end(lane.kernels)
 
-    def _write(self, load: Load, target: PagedLayer, staging: torch.Tensor, part: Slice) -> None:
-        """Queue what moves a slice, which has rows, from a staging buffer into `target`."""
-        self._queue_kernel(load.lane.kernels, self.kernels.scatter, target, staging, part.rows)
+    def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
+        """Queue what moves a slice, which has rows, from a staging buffer into `targets`."""
+        self._queue_move(load.lane.kernels, True, load.plan, targets, staging, part.rows)
 
-    def _staged(self, load: Load, layer: int, number: int, target: PagedLayer, pages: Int64s) -> Staged:
-        """Where slice `number` of a layer is when kernels get there, queued now unless it was before."""
-        if load.shared is not None and load.shared.holds(layer, number):
-            return load.shared
-        staged = None
-        while load.fetched and staged is None:
-            first = load.fetched.popleft()
-            staged = first if first.holds(layer, number) else None
-        staged = staged or self._fetch(load, self._together(load, layer), number, target, pages)
+    def _staged(
+        self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s
+    ) -> StagingBuffer:
+        """Where slice `number` of the layers is when kernels get there, queued now unless it was before."""
+        staged = load.fetched.popleft() if load.fetched else None
+        if staged is None or staged[1:] != (staged.buffer.fills, layers, number):
+            staged = self._fetch(load, layers, number, target, pages)
         load.lane.pass_on(staged.buffer)
-        load.shared = staged
-        return staged
+        return staged.buffer
 
     def _fetch_first(self, load: Load, pages: Int64s) -> None:
         """Queue as many copies as there are staging buffers."""
@@ -177,8 +173,12 @@ class Loader(KernelQueue):
         return Staged(buffer, buffer.fills, layers, number)
 
     def _together(self, load: Load, layer: int) -> range:
-        """The layers from `layer` on that share staging; the very first is in a hurry."""
-        return range(layer, min(layer + load.plan.together, self.num_layers) if layer else 1)
+        """The layers from `layer` on that share staging: few where the model may be close behind.
+
+        That is at the beginning, and at the end, where it has nothing left to do but these.
+        """
+        most = min(load.plan.together, layer, (self.num_layers - layer + 1) // 2)
+        return range(layer, layer + max(1, most))
 
     def _record(self, lane: Lane, layer: int) -> Recording:
         return self._timeline.span("load", layer, lane.copies)

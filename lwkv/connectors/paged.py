@@ -113,11 +113,14 @@ class PagedConnector(Loader, Saver):
 
     def _compile(self) -> None:
         """Launch every kernel without rows, so that no request finds one that is not compiled."""
-        rows = self._no_rows()
-        for layer in self.layers:
-            for lane in (self._load_lane, self._save_lane):
-                kernel = self.kernels.scatter if lane is self._load_lane else self.kernels.gather
-                self.platform.launch(lane.kernels, partial(kernel, layer, lane.buffers[0].memory, rows))
+        rows, groups = self._no_rows(), [[layer] for layer in self.layers]
+        if self._cut.may_share:
+            self.kernels.introduce(self.layers)
+            groups += [list(self.layers[:2])] * (self.num_layers > 1)
+        for lane, scatter in ((self._load_lane, True), (self._save_lane, False)):
+            for layers in groups:
+                move = partial(self.kernels.move_layers, scatter, layers, lane.buffers[0].memory, 0, rows)
+                self.platform.launch(lane.kernels, move)
 
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())

@@ -48,6 +48,7 @@ class Cut:
 
     Attributes:
         alike: whether pages of all layers are cut into the same rows of the same size.
+        may_share: whether several layers may share a staging buffer: they differ only in where they are.
         full_rows: for each shape of pages, where K and V rows of full chunks lie in a staging buffer full of
             them: int64 (rows,) each, on the device. The same for every request.
     """
@@ -58,12 +59,12 @@ class Cut:
         forms = {(page_shape(layer, chunk_size), layer.row_bytes) for layer in layers}
         self.alike = len(forms) == 1
         self.full_rows = {shape: _full_rows(shape, chunks_per_slice, layers[0].device) for shape, _ in forms}
-        # Kernels are compiled for the alignment of their staging: all layers' are to be the same.
-        self._can_share = layers[0].page_bytes(chunk_size) % ALIGNMENT == 0
+        whole = layers[0].page_bytes(chunk_size) % ALIGNMENT == 0
+        self.may_share = whole and len({layer.form for layer in layers}) == 1
 
     def layers_together(self, num_chunks: int) -> int:
-        """How many layers of so many chunks a staging buffer holds; at least 1."""
-        return max(1, self.chunks_per_slice // num_chunks) if self._can_share and num_chunks else 1
+        """How many layers of so many chunks may share a staging buffer; at least 1."""
+        return max(1, self.chunks_per_slice // num_chunks) if self.may_share and num_chunks else 1
 
 
 class Plan:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from lwkv.connectors.kernel_queue import KernelQueue
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
-from lwkv.kernels import Rows
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
@@ -88,12 +85,12 @@ class Saver(KernelQueue):
     def _queue_save(self, save: Save, waiting: Sequence[tuple[int, Int64s]]) -> None:
         """Queue layers that share a staging buffer, one behind the other in the model."""
         lane, (first, pages) = save.lane, waiting[0]
-        source = self.layers[first]
         layers = range(first, first + len(waiting))
+        sources = self.layers[layers.start : layers.stop]
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
-        for number, part in enumerate(save.plan.slices(source)):
-            batch, buffer = save.plan.copy(layers, number, source, pages), lane.next_to_fill()
-            self._gather(save, layers, buffer.memory, part.rows)
+        for number, part in enumerate(save.plan.slices(sources[0])):
+            batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
+            self._queue_move(lane.kernels, False, save.plan, sources, buffer.memory, part.rows)
             lane.mark_filled(buffer)
             save.before, save.last = save.last, buffer
             lane.pass_on(buffer)
@@ -101,13 +98,6 @@ class Saver(KernelQueue):
             lane.take_back(buffer)
         for recording in recordings:
             recording.end(lane.copies)
-
-    def _gather(self, save: Save, layers: range, staging: torch.Tensor, rows: Rows) -> None:
-        kernels, stream = self.kernels, save.lane.kernels
-        step = save.plan.layer_bytes(self.layers[layers.start]) if len(layers) > 1 else 0
-        for number, layer in enumerate(layers):
-            memory = staging[number * step :] if number else staging
-            self._queue_kernel(stream, kernels.gather, self.layers[layer], memory, rows)
 
     def _wait_for_writers(self, save: Save) -> None:
         self.platform.wait_stream(save.lane.kernels, save.stream)

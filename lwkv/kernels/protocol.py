@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,11 +45,31 @@ class Kernels(Protocol):
     name: str
     takes_handles: bool
 
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         """Write staging rows into the paged cache."""
 
-    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
+    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         """Write rows of the paged cache into staging."""
+
+    def introduce(self, layers: Sequence[PagedLayer]) -> None:
+        """Make ready for calls that move neighbours among `layers` together, all of one `form`."""
+
+    def move_layers(
+        self,
+        scatter: bool,
+        layers: Sequence[PagedLayer],
+        staging: Tensor,
+        layer_bytes: int,
+        rows: Rows,
+        handle: int | None = None,
+    ) -> None:
+        """Scatter or gather neighbours among the layers that were introduced, in order; or any single one.
+
+        Layer i has its staging from byte `i * layer_bytes` on, a multiple of 16 where there are several.
+
+        Args:
+            handle: of the stream, where `takes_handles`; None for the current one.
+        """
 
     def scatter_rotated(
         self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,16 +22,32 @@ class TorchKernels:
     takes_handles = False
 
     @torch.inference_mode()
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         place = _place(layer, rows)
         for cache, staged, numbers in _parts(layer, staging, rows):
             cache[place] = staged.index_select(0, numbers)
 
     @torch.inference_mode()
-    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None) -> None:
+    def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         place = _place(layer, rows)
         for cache, staged, numbers in _parts(layer, staging, rows):
             staged[numbers] = cache[place]
+
+    def introduce(self, layers: Sequence[PagedLayer]) -> None:
+        pass
+
+    def move_layers(
+        self,
+        scatter: bool,
+        layers: Sequence[PagedLayer],
+        staging: Tensor,
+        layer_bytes: int,
+        rows: Rows,
+        handle: int | None = None,
+    ) -> None:
+        move = self.scatter if scatter else self.gather
+        for number, layer in enumerate(layers):
+            move(layer, staging[number * layer_bytes :], rows)
 
     @torch.inference_mode()
     def scatter_rotated(

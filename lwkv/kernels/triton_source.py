@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNSPECIALIZED = ("num_rows", "cache_rows", "staging_rows")
+UNSPECIALIZED = ("num_rows", "cache_rows", "staging_rows", "layer_words")
 UNALIGNED = ("slots", "k_rows", "v_rows")
 
 
@@ -40,9 +40,9 @@ def copy(
     tl.store(target + target_row[:, None] + (head * TARGET_HEAD + inside)[None, :], words, mask=mask)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
-def move(
-    k, v, staging, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
+@triton.jit
+def move_rows(
+    k, v, staged, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
@@ -50,7 +50,6 @@ def move(
     """Copy rows of K and V between cache and staging; strides count in words of the cache's type."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    staged = staging.to(k.dtype, bitcast=True)
     slot, there = load_numbers(slots, entry, num_rows, cache_rows)
     place = locate(slot, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
     k_row, k_valid = load_numbers(k_rows, entry, num_rows, staging_rows)
@@ -66,3 +65,41 @@ def move(
             copy(staged, v, v_row, place, there & v_valid, column, WIDTH, HEAD_STRIDE, HEADS, WIDTH)
         else:
             copy(v, staged, place, v_row, there & v_valid, column, HEAD_STRIDE, WIDTH, HEADS, WIDTH)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def move(
+    k, v, staging, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Move rows of one layer."""
+    staged = staging.to(k.dtype, bitcast=True)
+    move_rows(
+        k, v, staged, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
+        BLOCK_SIZE, HEADS, WIDTH, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCATTER, ROWS, COLUMNS, PARTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=(*UNALIGNED, "places"))
+def move_layers(
+    places, staging, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows, layer_words,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    SCATTER: tl.constexpr, WORD: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Move the same rows of several layers.
+
+    `places` has the addresses of K and V of each; in staging they lie `layer_words` words apart.
+    """
+    layer = tl.program_id(2).to(tl.int64)
+    k = tl.load(places + 2 * layer).to(tl.pointer_type(WORD))
+    v = tl.load(places + 2 * layer + 1).to(tl.pointer_type(WORD))
+    staged = staging.to(tl.pointer_type(WORD), bitcast=True) + layer * layer_words
+    move_rows(
+        tl.multiple_of(k, ALIGNMENT), tl.multiple_of(v, ALIGNMENT), tl.multiple_of(staged, 16),
+        slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
+        BLOCK_SIZE, HEADS, WIDTH, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCATTER, ROWS, COLUMNS, PARTS,
+    )  # fmt: skip

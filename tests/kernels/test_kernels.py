@@ -166,6 +166,45 @@ def test_opaque_blocks_move_whole(kernels: Kernels, run: Callable, device: torch
     assert torch.equal(on_device.cache[[2, 0, 4]].cpu(), paged.cache[[4, 0, 2]])
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.uint8, 5), (torch.bfloat16, 6), (torch.float32, 8)], ids=str
+)
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 3), (0, 4), (2, 4)])
+def test_neighbouring_layers_move_together_as_one_by_one(
+    parts: int,
+    dtype: torch.dtype,
+    width: int,
+    first: int,
+    last: int,
+    kernels: Kernels,
+    run: Callable,
+    device: torch.device,
+) -> None:
+    made = [make_paged((5, parts, 4, 3, width), dtype, gap=16) for _ in range(4)]
+    for number, paged in enumerate(made):
+        paged.cache.add_(7 * number)
+    paged = [one.copy_to(device) for one in made]
+    layers = [one.layer for one in paged]
+    kernels.introduce(layers)
+    slots, step = [17, 3, 4, 9, 10], 16 * layers[0].row_bytes
+    rows = on(make_rows(slots, 2, parts), device)
+    staging = torch.full(((last - first) * step,), PADDING, dtype=torch.uint8, device=device)
+    run(lambda: kernels.move_layers(False, layers[first:last], staging, step, rows))
+    for staged, one in zip(staging.cpu().view(-1, step), made[first:last], strict=True):
+        packed = expected_staging(one, slots, 2)
+        assert torch.equal(staged[: packed.numel()], packed)
+        assert staged[packed.numel() :].eq(PADDING).all()
+    turned = replace(rows, slots=rows.slots.flip(0))
+    run(lambda: kernels.move_layers(True, layers[first:last], staging, step, turned))
+    for number, (one, before) in enumerate(zip(paged, made, strict=True)):
+        wanted = replace(before, memory=before.memory.clone())
+        if first <= number < last:
+            for target, row in zip(reversed(slots), before.rows()[slots], strict=True):
+                wanted.cache[target // 4, :, target % 4] = row
+        assert torch.equal(one.memory.cpu(), wanted.memory)
+
+
 def test_no_rows_move_nothing(kernels: Kernels, run: Callable, device: torch.device) -> None:
     paged = make_paged((3, 2, 4, 2, 8), torch.float16)
     on_device = paged.copy_to(device)
