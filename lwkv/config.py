@@ -152,8 +152,8 @@ class Config(BaseSettings):
         return int(self.extra_config.reserve_gib * _GIB)
 
     @property
-    def staging_bytes(self) -> int:
-        """Device memory for all staging buffers together; each is a page at least."""
+    def staging_bytes(self) -> int | None:
+        """Device memory for all staging buffers together, each a page at least; None as the device has it."""
         return self.extra_config.staging_bytes if self.use_gpu else 0
 
     @property

@@ -87,6 +87,10 @@ Flag = Annotated[bool, BeforeValidator(read_flag), Allowed("flag", "true, yes, o
 Count = Annotated[
     int, Field(strict=True, ge=1, le=_MAX), Allowed("whole number", "a whole number of 1 or more, unquoted")
 ]
+CountOrNull = Annotated[
+    Annotated[int, Field(strict=True, ge=1, le=_MAX)] | None,
+    Allowed("whole number", "null, or a whole number of 1 or more, unquoted"),
+]
 CountOrZero = Annotated[
     int, Field(strict=True, ge=0, le=_MAX), Allowed("whole number", "a whole number of 0 or more, unquoted")
 ]
@@ -136,8 +140,10 @@ class ExtraConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    staging_bytes: Count = Field(
-        default=128 << 20, description="Device memory for staging, all buffers together, in bytes."
+    staging_bytes: CountOrNull = Field(
+        default=None,
+        description="Device memory for staging, all buffers together, in bytes; by default 1/256 of the "
+        "device's, from 128 MiB to 512 MiB.",
     )
     staging_buffers: TwoOrMore = Field(default=2, description="Staging buffers that take turns.")
     lookahead_layers: CountOrZero = Field(

@@ -46,7 +46,7 @@ class CUDA(Accelerator):
         return CudaStreams() if CudaStreams.are_there() else self.module
 
     @cached_property
-    def _events(self) -> Any:
+    def events(self) -> Any:
         """What records events and waits for them: torch's C functions, without the Python ones around."""
         base = getattr(torch._C, "_CudaEventBase", None)
         return base if hasattr(base, "record") else self.module.Event
@@ -69,10 +69,10 @@ class CUDA(Accelerator):
         return self.stream_handle(stream) if on_current else None
 
     def record(self, event: Event, stream: Stream) -> None:
-        self._events.record(event, stream if type(stream) in self._own_kinds else self._own(stream))
+        self.events.record(event, stream if type(stream) in self._own_kinds else self._own(stream))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        self._events.wait(event, stream if type(stream) in self._own_kinds else self._own(stream))
+        self.events.wait(event, stream if type(stream) in self._own_kinds else self._own(stream))
 
     def wait_stream(self, waiter: Stream, other: Stream) -> None:
         event = self.new_event()

@@ -220,7 +220,7 @@ class Oracle:
         chunk_size: int = 8,
         pages: int = 64,
         tiers: Sequence[Any] = (),
-        staging_bytes: int = 1,
+        staging_bytes: int | None = 1,
         lookahead: int = 1,
         staging_buffers: int = 2,
         group_bytes: int = 0,

@@ -409,7 +409,7 @@ def test_extra_config_is_read_from_every_source(
     assert (config.staging_bytes, config.staging_buffers, config.slab_bytes) == (4096, 3, 256 << 20)
     monkeypatch.setenv("LWKV_EXTRA_CONFIG", '{"slab_bytes": 8192, "reserve_gib": 0.5}')
     config = Config.load(file)
-    assert (config.staging_bytes, config.slab_bytes, config.reserve_bytes) == (128 << 20, 8192, 2**29)
+    assert (config.staging_bytes, config.slab_bytes, config.reserve_bytes) == (None, 8192, 2**29)
     assert Config.load(file, extra_config={"lookahead_layers": 0}).lookahead_layers == 0
     assert Config.load(file, extra_config=None).extra_config == ExtraConfig()
 
@@ -468,7 +468,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 
 def test_without_use_gpu_no_staging_is_asked_for_beyond_what_a_page_needs() -> None:
     assert Config(use_gpu=False, extra_config={"staging_buffers": 3}).staging_bytes == 0
-    assert Config().staging_bytes == 128 << 20
+    assert Config().staging_bytes is None
 
 
 def test_all_contradictions_are_told_at_once() -> None:

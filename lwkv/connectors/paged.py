@@ -19,6 +19,7 @@ from lwkv.timeline import Timeline
 from lwkv.transfer import Transfer
 
 STAGING_ALIGNMENT = 512
+STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 512 << 20
 
 
 class PagedConnector(Loader, Saver):
@@ -100,12 +101,15 @@ class PagedConnector(Loader, Saver):
 
     def _buffer_bytes(self) -> int:
         buffers = 2 * self._config.staging_buffers  # for loads and for saves
-        size = max(self.page_bytes, self._config.staging_bytes // buffers)
+        _, total = self.platform.mem_info(self.device) or (0, 0)
+        wanted = self._config.staging_bytes
+        if wanted is None:
+            wanted = min(max(total // STAGING_SHARE, LEAST_STAGING), MOST_STAGING)
+        size = max(self.page_bytes, wanted // buffers)
         size = -(-size // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
-        _, total = self.platform.mem_info(self.device) or (0, buffers * size)
-        if buffers * size > total:
+        if total and buffers * size > total:
             raise ConfigError(
-                f"extra_config.staging_bytes={self._config.staging_bytes}, pages of {self.page_bytes} bytes: "
+                f"extra_config.staging_bytes={wanted}, pages of {self.page_bytes} bytes: "
                 f"that is {buffers} staging buffers of {size} bytes, but the device has {total}; "
                 "lower staging_bytes, staging_buffers or chunk_size"
             )

@@ -241,6 +241,20 @@ def test_more_staging_than_the_device_has_is_refused(make_oracle: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("total", "staging"),
+    [(1 << 30, 128 << 20), (80 << 30, 320 << 20), (141 << 30, 512 << 20), (None, 128 << 20)],
+)
+def test_staging_is_a_small_share_of_the_device_s_memory(
+    make_oracle: Any, monkeypatch: pytest.MonkeyPatch, total: int | None, staging: int
+) -> None:
+    oracle = make_oracle("vllm_2bnhd")
+    told = None if total is None else (total, total)
+    monkeypatch.setattr(oracle.platform, "mem_info", lambda device: told)
+    with oracle.engine(8, staging_bytes=None) as engine:
+        assert len(engine.connector._load_lane.buffers[0].memory) == staging // 4
+
+
+@pytest.mark.parametrize(
     ("pages", "queued"), [(0, [1, 2, 3, 4, 5]), (7, [0, 1, 1, 2, 3]), (99, [0, 0, 0, 0, 1])]
 )
 def test_small_layers_are_saved_several_at_a_time(

@@ -146,7 +146,7 @@ def torch_cuda() -> Mapping[str, inspect.Signature | None]:
         name: inspect.signature(getattr(torch.cuda, name)) for name in functions
     }
     methods = {"Stream": ("wait_event", "wait_stream", "synchronize"),
-               "Event": ("record", "query", "synchronize", "elapsed_time")}  # fmt: skip
+               "Event": ("record", "wait", "query", "synchronize", "elapsed_time")}  # fmt: skip
     for kind, names in methods.items():
         made = inspect.signature(getattr(torch.cuda, kind).__new__)
         found[kind] = made.replace(parameters=list(made.parameters.values())[1:])
@@ -167,7 +167,7 @@ def cuda(make_stub: Callable[..., Any], library: FakeLibrary, monkeypatch: pytes
     platform = CUDA()
     platform.driver = CudaDriver(library)
     # A torch built for CUDA has its C functions also where it has no device.
-    platform.streams = platform.module
+    platform.streams, platform.events = platform.module, platform.module.Event
     return platform
 
 
