@@ -143,14 +143,14 @@ class ExtraConfig(BaseModel):
     staging_bytes: CountOrNull = Field(
         default=None,
         description="Device memory for staging, all buffers together, in bytes; by default 1/256 of the "
-        "device's, from 128 MiB to 512 MiB.",
+        "device's, from 128 MiB to 256 MiB.",
     )
     staging_buffers: TwoOrMore = Field(default=2, description="Staging buffers that take turns.")
     lookahead_layers: CountOrZero = Field(
         default=1, description="Layers whose load is queued before the model asks for them."
     )
     group_bytes: CountOrZero = Field(
-        default=8 << 20,
+        default=32 << 20,
         description="Layers are saved several at a time as long as they have fewer bytes together.",
     )
     slab_bytes: Count = Field(

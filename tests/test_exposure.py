@@ -22,6 +22,7 @@ from lwkv.config import Config
 from lwkv.connectors import PagedConnector
 from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine, Request
+from lwkv.platforms import CopyBatch
 from lwkv.steps import LayerSteps
 from lwkv.timeline import LoadTimes, Timeline, hidden_and_exposed
 
@@ -37,7 +38,12 @@ class Run:
     """A model with an engine on a virtual clock; layer i's copies take `copies[i]` seconds either way."""
 
     def __init__(
-        self, copies: Sequence[int], computes: Sequence[int], lookahead: int, buffered: bool = False
+        self,
+        copies: Sequence[int],
+        computes: Sequence[int],
+        lookahead: int,
+        buffered: bool = False,
+        together: int = 1,
     ) -> None:
         self.computes = computes
         self.clock = VirtualClock(self._load_cost, self._save_cost)
@@ -48,7 +54,7 @@ class Run:
         self.oracle = Oracle(self.clock, HOST, dims=Dims(layers=len(copies), blocks=32))
         with self.clock.use_stream(self.compute):
             self.timeline = Timeline(self.clock, HOST)
-            self.engine = self._engine(lookahead, buffered)
+            self.engine = self._engine(lookahead, buffered, together)
             self.oracle.compute(CACHED, run_slots(0, 24))
             self.engine.store(CACHED, slot_mapping=run_slots(0, 24))
             assert self.engine.flush()
@@ -80,8 +86,9 @@ class Run:
             require_rest(self.engine)
             return took, hidden_and_exposed(self.timeline.spans())
 
-    def _engine(self, lookahead: int, buffered: bool) -> CacheEngine:
-        extra = {"lookahead_layers": lookahead, "staging_bytes": 1 << 16}
+    def _engine(self, lookahead: int, buffered: bool, together: int) -> CacheEngine:
+        """An engine whose staging buffers hold so many layers of three chunks."""
+        extra = {"lookahead_layers": lookahead, "staging_bytes": 4 * together * self._layer_bytes}
         config = Config(
             chunk_size=CHUNK,
             use_layerwise=True,
@@ -106,22 +113,32 @@ class Run:
         self._lanes = {"load": lanes[0].copies, "save": lanes[1].copies}
         self._left = {direction: iter(self._copies) for direction in self._lanes}
 
-    def _load_cost(self, stream: VirtualStream) -> float:
-        return self._cost("load", stream)
+    @property
+    def _layer_bytes(self) -> int:
+        return 3 * self.oracle.page_bytes(CHUNK)
 
-    def _save_cost(self, stream: VirtualStream) -> float:
-        return self._cost("save", stream)
+    def _load_cost(self, stream: VirtualStream, batch: CopyBatch) -> float:
+        return self._cost("load", stream, batch)
 
-    def _cost(self, direction: str, stream: VirtualStream) -> float:
-        """The next layer's, once the step has begun; small tables, on other streams, take no time."""
-        return next(self._left[direction]) if stream is self._lanes.get(direction) else 0.0
+    def _save_cost(self, stream: VirtualStream, batch: CopyBatch) -> float:
+        return self._cost("save", stream, batch)
+
+    def _cost(self, direction: str, stream: VirtualStream, batch: CopyBatch) -> float:
+        """The next layers', once the step has begun; small tables, on other streams, take no time."""
+        if stream is not self._lanes.get(direction):
+            return 0.0
+        return sum(next(self._left[direction]) for _ in range(int(batch.sizes.sum()) // self._layer_bytes))
 
 
 @contextmanager
 def opened(
-    copies: Sequence[int], computes: Sequence[int], lookahead: int = 1, buffered: bool = False
+    copies: Sequence[int],
+    computes: Sequence[int],
+    lookahead: int = 1,
+    buffered: bool = False,
+    together: int = 1,
 ) -> Iterator[Run]:
-    run = Run(copies, computes, lookahead, buffered)
+    run = Run(copies, computes, lookahead, buffered, together)
     yield run
     run.engine.close()
 
@@ -149,6 +166,20 @@ def test_a_model_of_many_layers_waits_for_no_more_than_the_link(
     with opened(copies, computes, lookahead, buffered) as run:
         took, _ = run.step()
     assert took == sum(computes) + waited(copies, computes)
+
+
+@pytest.mark.parametrize("together", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("copy", "compute", "more"), [(4, 1, 0), (4, 2, 0), (4, 3, 1), (4, 4, 1), (2, 3, 0), (1, 2, 0)]
+)
+def test_layers_that_travel_together_are_waited_for_longer_only_where_the_model_is_as_fast_as_the_link(
+    copy: int, compute: int, more: int, together: int
+) -> None:
+    copies, computes = [copy] * 24, [compute] * 24
+    with opened(copies, computes, together=together) as run:
+        took, _ = run.step()
+    one_by_one = sum(computes) + waited(copies, computes)
+    assert one_by_one <= took <= one_by_one + more * (together - 1) * copy
 
 
 @settings(max_examples=60, deadline=None)

@@ -102,11 +102,11 @@ class VirtualClock(CPU):
         super().copy_async(dst, src, self._at_once)
 
     def load_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: VirtualStream) -> None:
-        self.work(self._load_cost(stream), stream)
+        self.work(self._load_cost(stream, batch), stream)
         super().load_batch(buffer, batch, self._at_once)
 
     def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: VirtualStream) -> None:
-        self.work(self._save_cost(stream), stream)
+        self.work(self._save_cost(stream, batch), stream)
         super().save_batch(buffer, batch, self._at_once)
 
     @staticmethod

@@ -173,11 +173,12 @@ class Loader(KernelQueue):
         return Staged(buffer, buffer.fills, layers, number)
 
     def _together(self, load: Load, layer: int) -> range:
-        """The layers from `layer` on that share staging: few where the model may be close behind.
+        """The layers from `layer` on that share staging: few at the beginning and at the end.
 
-        That is at the beginning, and at the end, where it has nothing left to do but these.
+        They arrive together. A model that takes at least as long to compute a layer as the link to bring one
+        is ahead by more layers the later it is; one that takes less has the last ones left to compute.
         """
-        most = min(load.plan.together, layer, (self.num_layers - layer + 1) // 2)
+        most = min(load.plan.together, 1 + layer // 2, (self.num_layers - layer + 1) // 3)
         return range(layer, layer + max(1, most))
 
     def _record(self, lane: Lane, layer: int) -> Recording:

@@ -19,7 +19,7 @@ from lwkv.timeline import Timeline
 from lwkv.transfer import Transfer
 
 STAGING_ALIGNMENT = 512
-STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 512 << 20
+STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 256 << 20
 
 
 class PagedConnector(Loader, Saver):

@@ -79,11 +79,11 @@ class StorageManager:
         with self._lock:
             return len(self._writing)
 
-    def is_kept(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each chunk is in host memory or on its way there."""
+    def is_kept(self, keys: Sequence[ChunkKey]) -> list[bool | None]:
+        """Whether each chunk is in host memory; None for one on its way there."""
         # In this order: a write becomes visible before it is over.
-        writing = [key in self._writing for key in keys]
-        return [any(flags) for flags in zip(writing, self.host.contains(keys), strict=True)]
+        coming = [None if key in self._writing else False for key in keys]
+        return [there or other for there, other in zip(self.host.contains(keys), coming, strict=True)]
 
     def lookup(self, keys: Sequence[ChunkKey]) -> int:
         """Count the leading chunks that some tier has."""

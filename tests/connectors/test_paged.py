@@ -242,7 +242,7 @@ def test_more_staging_than_the_device_has_is_refused(make_oracle: Any) -> None:
 
 @pytest.mark.parametrize(
     ("total", "staging"),
-    [(1 << 30, 128 << 20), (80 << 30, 320 << 20), (141 << 30, 512 << 20), (None, 128 << 20)],
+    [(1 << 30, 128 << 20), (48 << 30, 192 << 20), (141 << 30, 256 << 20), (None, 128 << 20)],
 )
 def test_staging_is_a_small_share_of_the_device_s_memory(
     make_oracle: Any, monkeypatch: pytest.MonkeyPatch, total: int | None, staging: int

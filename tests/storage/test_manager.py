@@ -223,7 +223,7 @@ def test_a_chunk_is_kept_from_the_begin_of_its_write_until_it_is_aborted_or_evic
     rig.store(1)
     write = rig.begin(2)
     assert write is not None
-    assert rig.manager.is_kept(keys(1, 2, 3)) == [True, True, False]
+    assert rig.manager.is_kept(keys(1, 2, 3)) == [True, None, False]
     write.abort()
     assert rig.manager.is_kept(keys(1, 2, 3)) == [True, False, False]
 

@@ -38,16 +38,19 @@ class Presence:
         Args:
             accepted: chunks of a store that was accepted; those that memory was found for count as kept.
         """
+        if not (self._changes or self._on_its_way or accepted):
+            return [], []
         state: dict[ChunkKey, bool] = {}
         while self._changes:
             there, keys = self._changes.popleft()
             state.update(dict.fromkeys(keys, there))
-        doubtful = [key for key in dict.fromkeys([*self._on_its_way, *accepted]) if key not in state]
-        self._on_its_way = set()
+        told, self._on_its_way = self._on_its_way, set()
+        doubtful = [key for key in dict.fromkeys([*told, *accepted]) if key not in state]
         for key, kept in zip(doubtful, self._storage.is_kept(doubtful), strict=True):
-            state[key] = kept
-            if kept:
+            if kept is None:
                 self._on_its_way.add(key)
+            if kept is False or key not in told:
+                state[key] = kept is not False
         return (
             [key.hash for key, kept in state.items() if kept],
             [key.hash for key, kept in state.items() if not kept],

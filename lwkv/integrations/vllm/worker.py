@@ -125,7 +125,9 @@ class WorkerSide:
             stored = self._end_stores()
             self._outcome = self._orders.step, stored
             if stored:
-                self._accepted += [key for move in self._orders.stores for key in self._keys(move)]
+                size = self.engine.config.chunk_size
+                for move in self._orders.stores:
+                    self._accepted += self._keys(move)[move.first // size :]
 
     def report(self) -> RankReport | None:
         """What there is to tell since the last report; None for nothing."""

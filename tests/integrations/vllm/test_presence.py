@@ -39,3 +39,23 @@ def test_a_chunk_that_was_told_of_and_never_arrives_is_taken_back(rig: Rig) -> N
     presence.changes(keys(1))
     write.abort()
     assert presence.changes([]) == ([], hashes(1))
+
+
+def test_what_was_in_memory_already_is_told_once_and_is_not_on_its_way(rig: Rig) -> None:
+    presence = Presence(rig.manager)
+    rig.store(1)
+    presence.changes([])
+    assert presence.changes(keys(1)) == (hashes(1), [])
+    assert not presence.on_its_way
+    assert presence.changes([]) == ([], [])
+
+
+def test_what_is_on_its_way_is_told_of_once(rig: Rig) -> None:
+    presence = Presence(rig.manager)
+    write = rig.begin(1)
+    assert write is not None
+    assert presence.changes(keys(1)) == (hashes(1), [])
+    assert presence.changes([]) == ([], [])
+    assert presence.on_its_way == set(keys(1))
+    write.abort()
+    assert presence.changes([]) == ([], hashes(1))
