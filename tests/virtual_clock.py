@@ -17,7 +17,7 @@ from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
 from lwkv.platforms.cpu_stream import InlineStream
 
-Cost = Callable[["VirtualStream"], float]
+Cost = Callable[["VirtualStream", CopyBatch], float]
 
 
 @dataclass(eq=False)

@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.buffered_load import BufferedLoad, as_buffered, send_places
+from lwkv.connectors.buffered_load import BufferedLoad, Stopover, as_buffered, send_places
 from lwkv.connectors.buffers import memory_of, new_buffer
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.plan import FIRST_LAYERS, Plan, Slice
 from lwkv.connectors.rope import Rope, Turn
 from lwkv.errors import LayoutError, RequestError
-from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT, Transfer
@@ -134,7 +133,7 @@ class BufferConnector(PagedConnector):
         buffer = load.buffer(layer)
         plan, places = load.filled[layer]
         if places is not None:
-            work = partial(self._empty, self.layers[layer], buffer, plan, places)
+            work = partial(self._empty, load, self.layers[layer], buffer, plan)
             load.user = self.platform.current_stream(self.device)
             self.platform.launch(load.user, work)
 
@@ -168,24 +167,26 @@ class BufferConnector(PagedConnector):
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
         load, (target,) = as_buffered(load), targets
         assert load.places is not None, "a slice has rows, so there are places"
-        fill = partial(self._fill, load.places, load.turn, target, staging, part)
+        fill = partial(self._fill, load, load.places, target, staging, part)
         self.platform.launch(load.lane.kernels, fill)
 
     def _fill(
-        self, places: torch.Tensor, turn: Turn | None, target: PagedLayer, staging: torch.Tensor, part: Slice
+        self, load: BufferedLoad, places: torch.Tensor, target: PagedLayer, staging: torch.Tensor, part: Slice
     ) -> None:
-        place = places[part.first_row : part.last_row]
-        rows = Rows(place, part.rows.k_rows, part.rows.v_rows)
-        if turn is None:
-            self.kernels.scatter(target, staging, rows)
+        stopover = load.stopovers.get(id(part))
+        if stopover is None:
+            # Made on the stream that fills: whoever empties has waited for what it filled.
+            stopover = load.stopovers[id(part)] = Stopover.of(part, places, target, load.turn)
+        if stopover.angles is None or load.turn is None:
+            self.kernels.scatter(target, staging, stopover.fill)
         else:
-            self.kernels.scatter_rotated(target, staging, rows, *turn.of(place), turn.interleaved)
+            interleaved = load.turn.interleaved
+            self.kernels.scatter_rotated(target, staging, stopover.fill, *stopover.angles, interleaved)
 
-    def _empty(self, layer: PagedLayer, buffer: PagedLayer, plan: Plan, places: torch.Tensor) -> None:
+    def _empty(self, load: BufferedLoad, layer: PagedLayer, buffer: PagedLayer, plan: Plan) -> None:
         for part in plan.slices(layer):
-            place = places[part.first_row : part.last_row]
-            rows = Rows(part.rows.slots, place, place + buffer.num_rows)
-            self.kernels.scatter(layer, memory_of(buffer), rows)
+            if part.first_row < part.last_row:
+                self.kernels.scatter(layer, memory_of(buffer), load.stopovers[id(part)].empty)
 
     def _wait_for_buffer(self, load: BufferedLoad) -> None:
         if load.user is not None:

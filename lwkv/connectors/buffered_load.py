@@ -9,12 +9,39 @@ import numpy as np
 import torch
 
 from lwkv.connectors.loader import Load
-from lwkv.connectors.plan import Plan
+from lwkv.connectors.plan import Plan, Slice
 from lwkv.connectors.rope import Turn
+from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class Stopover:
+    """How one slice's rows come into a buffer and go on from there: the same in every layer.
+
+    Attributes:
+        fill, empty: from staging into a buffer, and from a buffer into the blocks.
+        angles: cosines and sines by which the keys of these rows are turned; None where they are not.
+    """
+
+    part: Slice
+    fill: Rows
+    empty: Rows
+    angles: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(cls, part: Slice, places: torch.Tensor, buffer: PagedLayer, turn: Turn | None) -> Stopover:
+        """Work it out on the current stream; `places` are those of all rows of the plan."""
+        place, rows = places[part.first_row : part.last_row], part.rows
+        return cls(
+            part,
+            Rows(place, rows.k_rows, rows.v_rows),
+            Rows(rows.slots, place, place + buffer.num_rows),
+            None if turn is None else turn.of(place),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +53,7 @@ class BufferedLoad(Load):
         num_rows: tokens that are moved.
         rows_of: int64 (tokens,), the buffer row of each token of the plan's transfer, NO_SLOT for none.
         places: the same for the moved tokens only, on the device.
+        stopovers: of each slice that some layer was filled with, by the slice's id.
         filled: for each queued layer, the plan and the places it was queued with: they are on the device by
             the time the layer is, whatever has been dropped since.
         num_flushed: layers that have been waited for and flushed.
@@ -37,6 +65,7 @@ class BufferedLoad(Load):
     rows_of: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     places: torch.Tensor | None = None
     turn: Turn | None = None
+    stopovers: dict[int, Stopover] = field(default_factory=dict)
     filled: list[tuple[Plan, torch.Tensor | None]] = field(default_factory=list)
     num_flushed: int = 0
     user: Stream = None
