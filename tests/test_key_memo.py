@@ -59,3 +59,10 @@ def test_only_the_last_prompts_are_kept(memo: KeyMemo, made: list[Any]) -> None:
     assert len(made) == NUM_PROMPTS + 1
     memo.keys(np.array([0, 1, 2]), ())
     assert len(made) == NUM_PROMPTS + 2
+
+
+def test_keys_that_were_made_elsewhere_are_not_made_again(memo: KeyMemo, made: list[Any]) -> None:
+    keys = chunk_keys(range(6), 3, "model", ["lora"])
+    memo.remember(np.arange(6), ("lora",), keys)
+    assert memo.keys(np.arange(6), ("lora",)) == keys
+    assert not made

@@ -163,6 +163,21 @@ def load_into_blocks_with_a_zero_fill_on_its_way(cpu: CPU, remove: Remove) -> No
         stage.oracle.check()
 
 
+def load_into_blocks_that_are_cleared_after_they_were_looked_up(cpu: CPU, remove: Remove) -> None:
+    """Between the first step and the second an engine prepares its inputs; copies are on their way."""
+    with staged(cpu) as stage:
+        stage.cache(NEW, FIRST)
+        stage.make_late("compute")
+        steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
+        next(steps)
+        stage.oracle.zero(SECOND)
+        remove(stage.connector, "_wait_for_readers")
+        assert list(steps)[-1].all()
+        stage.oracle.expect(NEW, SECOND)
+        stage.reach("load kernels", "compute")
+        stage.oracle.check()
+
+
 def load_beside_a_model_that_runs_ahead(cpu: CPU, remove: Remove, **settings: Any) -> None:
     with staged(cpu, **settings) as stage:
         stage.cache(NEW, FIRST)
@@ -416,6 +431,7 @@ WAITS: dict[str, Callable[[CPU, Remove], None]] = {
     for scenario in (
         load_while_old_readers_hang_back,
         load_into_blocks_with_a_zero_fill_on_its_way,
+        load_into_blocks_that_are_cleared_after_they_were_looked_up,
         load_beside_a_model_that_runs_ahead,
         load_into_the_buffer_beside_a_model_that_runs_ahead,
         load_in_bulk_before_the_model_goes_on,

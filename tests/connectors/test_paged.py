@@ -275,6 +275,31 @@ def test_small_layers_are_saved_several_at_a_time(
         assert [*counts[:4], len(calls)] == queued
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_loads_that_take_turns_overwrite_each_other_s_staging_and_notice(
+    make_oracle: Any, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    """Several layers are staged together, and ahead; then the other load needs the buffers."""
+    oracle, count = make_oracle("vllm_2bnhd", layers=9, blocks=40), 8 * chunks
+    prompts = [list(range(start, start + count)) for start in (100, 500)]
+    with oracle.engine(8, staging_bytes=4 * 6 * oracle.page_bytes(8)) as engine:
+        monkeypatch.setattr(engine.connector, "layers_ahead", lambda layer: 0)
+        for tokens in prompts:
+            store(oracle, engine, tokens, run_slots(0, count))
+        slots = [run_slots(32 + 32 * i, count) for i in range(len(prompts))]
+        loads = [
+            engine.retrieve_layer(tokens, slot_mapping=places)
+            for tokens, places in zip(prompts, slots, strict=True)
+        ]
+        *_, masks = zip(*loads, strict=True)
+        assert all(bool(mask.all()) for mask in masks)
+        for tokens, places in zip(prompts, slots, strict=True):
+            oracle.expect(tokens, places)
+        oracle.check()
+        assert engine.flush()
+        require_rest(engine)
+
+
 def test_known_layers_are_queued_ahead_more_each_time(
     make_oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

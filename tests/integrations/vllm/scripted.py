@@ -349,6 +349,9 @@ class Scripted:
     def _compute(self, parts: list[Part], orders: StepOrders) -> Result:
         for rank in self.ranks:
             rank.worker.begin(orders)
+            if orders.step % 2:  # newer engines look up first, and tell the same orders again
+                rank.worker.look_up()
+                rank.worker.begin(orders)
             if orders.loads:
                 rank.worker.start_load()
         below = [[part.request.all_token_ids[t] for t in range(part.begin, part.end)] for part in parts]
