@@ -1,6 +1,6 @@
 """SmolLM2 comes nearer to full prefill by blending, and the better the choice, the nearer.
 
-A few tasks of each kind, with fixed seeds; `benchmarks/blend_quality.py` is the longer evaluation. Each figure
+Some tasks of each kind, with fixed seeds; `benchmarks/blend_quality.py` is the longer evaluation. A figure
 is the sum of the tasks' KL divergences from full prefill. docs/blending.md says which orders do not hold.
 """
 

@@ -13,16 +13,15 @@ from integrations.in_vllm.rig import Answer, Engine
 
 # Importing vLLM takes longer than all that an engine here does: children are forked from a process that has.
 IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+# What is read from the environment then.
+AT_IMPORT = {"TORCHDYNAMO_DISABLE"}
 
 
 class Elsewhere:
-    """An engine in a child process. Its first answer takes as long as its start.
-
-    With an `environment` it imports all by itself: some of it is read then.
-    """
+    """An engine in a child process. Its first answer takes as long as its start."""
 
     def __init__(self, model: Path, environment: Mapping[str, str] | None = None, **arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn" if environment else "forkserver")
+        context = multiprocessing.get_context("spawn" if AT_IMPORT & set(environment or ()) else "forkserver")
         context.set_forkserver_preload(IMPORTED)
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, model, environment or {}, arguments))
