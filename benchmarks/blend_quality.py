@@ -22,7 +22,7 @@ from lwkv.blend import Deviation, FirstTokens, NoTokens, QueryAttention, RandomT
 from lwkv.demo.arguments import add_model_arguments, load_chosen
 from lwkv.demo.blend_play import ANSWER, QUESTION
 from lwkv.demo.blend_play import documents as demo_documents
-from lwkv.demo.blend_trial import Task, Trial
+from lwkv.demo.blend_trial import Behind, Task, Trial
 from lwkv.platforms import detect_platform
 
 KINDS: Mapping[str, Callable[[int], Task]] = {
@@ -31,16 +31,17 @@ KINDS: Mapping[str, Callable[[int], Task]] = {
     "two hops": two_hops,
 }
 NUM_ANSWER, LONGEST = 8, 2400
+IN_SHORT = ("plain reuse", "deviation of V, 15 %", "query, 15 %")
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to blend: documents computed behind the `shared` beginning or alone, keys `moved` or not."""
+    """One way to blend: documents computed `behind` something or alone, keys `moved` or not."""
 
     name: str
     make: Callable[[], Selector]
     share: float
-    shared: bool = True
+    behind: Behind = Behind.TEXT
     moved: bool = True
 
 
@@ -53,7 +54,7 @@ class Measured:
 
 
 def ways(num_layers: int) -> list[Way]:
-    """All that is compared, for documents computed alone and behind a shared beginning."""
+    """All that is compared, the less of it for documents behind the beginning of the chat."""
 
     def query() -> Selector:
         return QueryAttention.of(num_layers)
@@ -70,9 +71,10 @@ def ways(num_layers: int) -> list[Way]:
         ("query, 15 %", query, 0.15),
     ]
     found = []
-    for shared in (False, True):
-        found += [Way(name, make, share, shared) for name, make, share in selectors]
-        found.append(Way("plain reuse, keys not moved", NoTokens, 0.0, shared, moved=False))
+    for behind in Behind:
+        few = behind is Behind.CHAT
+        found += [Way(*item, behind) for item in selectors if item[0] in IN_SHORT or not few]
+        found.append(Way("plain reuse, keys not moved", NoTokens, 0.0, behind, moved=False))
     return found
 
 
@@ -81,10 +83,10 @@ def measure(trial: Trial, tasks: Sequence[Task], compared: Sequence[Way]) -> lis
     found = [Measured() for _ in compared]
     for task in tasks:
         trial.begin(task)
-        for shared in {way.shared for way in compared}:
-            trial.encode(shared)
+        for behind in dict.fromkeys(way.behind for way in compared):
+            trial.encode(behind)
         for way, measured in zip(compared, found, strict=True):
-            outcome = trial.blend(way.make(), way.share, shared=way.shared, moved=way.moved)
+            outcome = trial.blend(way.make(), way.share, behind=way.behind, moved=way.moved)
             measured.kl.append(outcome.kl)
             measured.cost.append(outcome.process_s / trial.full_process_s)
     return found
@@ -102,7 +104,7 @@ def measure_cost(trial: Trial, repeats: int = 3) -> tuple[int, float]:
     for _ in range(2):
         trial.begin(task)
         full.append(trial.full_process_s)
-    trial.encode(shared=True)
+    trial.encode()
     blended = [trial.blend(Deviation(), 0.15).process_s for _ in range(repeats)]
     return len(trial.tokens), median(blended) / min(full)
 
@@ -119,14 +121,14 @@ def lines(kind: str, compared: Sequence[Way], found: Sequence[Measured]) -> Iter
     """The table of one kind of task."""
     yield f"{kind}: mean KL divergence from full prefill in nats, {len(found[0].kl)} tasks"
     rows = []
-    for shared in (False, True):
-        mine = [(way, item) for way, item in zip(compared, found, strict=True) if way.shared is shared]
+    for behind in Behind:
+        mine = [(way, item) for way, item in zip(compared, found, strict=True) if way.behind is behind]
         base = next(item for way, item in mine if way.name == "deviation of V, 15 %")
         for way, item in mine:
             low, high = difference(item.kl, base.kl)
             rows.append(
                 [
-                    f"{way.name}{', shared beginning' if shared else ''}",
+                    f"{way.name}, {behind.value}",
                     f"{np.mean(item.kl):.4f}",
                     f"{low:+.3f} to {high:+.3f}",
                     f"{median(item.cost):.2f}",
@@ -154,8 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = measure(trial, tasks, compared)
         print("\n".join(lines(kind, compared, found)), flush=True)
         report[kind] = {
-            f"{way.name}, {'shared' if way.shared else 'alone'}": asdict(item)
-            for way, item in zip(compared, found, strict=True)
+            f"{way.name}, {way.behind.value}": asdict(item) for way, item in zip(compared, found, strict=True)
         }
     num_tokens, cost = measure_cost(trial)
     print(f"deviation of V, 15 %, of a prompt of {num_tokens} tokens: process time over full {cost:.2f}")

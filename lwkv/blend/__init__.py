@@ -15,6 +15,7 @@ from lwkv.blend.selector import (
     RandomTokens,
     Selector,
 )
+from lwkv.blend.shared_prefix import SharedPrefix
 
 __all__ = [
     "AllTokens",
@@ -30,4 +31,5 @@ __all__ = [
     "Segment",
     "Selector",
     "Separator",
+    "SharedPrefix",
 ]

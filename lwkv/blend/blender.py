@@ -19,6 +19,7 @@ from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend,
 from lwkv.blend.rows import Layout
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector, require_share
+from lwkv.blend.shared_prefix import SharedPrefix
 from lwkv.blend.shares import Shares, timed
 from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
@@ -57,17 +58,17 @@ class Blender:
 
     Args:
         engine: made with `enable_blending`, on the paged cache of `model`.
-        shared_prefix: token ids that segments are computed behind and that are then dropped: the beginning of
-            the chats in which they are used, for it takes the attention that a text's first token otherwise
-            draws to itself. Empty for none, which is nearly always worse.
+        shared_prefix: what segments are computed behind and is then dropped, for it takes the attention that
+            a text's first token otherwise draws to itself: the tokenizer's encode, for a text that lwkv has
+            for it, or token ids, as of the beginning of all chats; () for none, which is nearly always worse.
         selector: which reused tokens are computed again; by default as `blend_check_layers` and
             `blend_recompute_ratios` say.
         share: of the reused tokens, the part to compute again, always. By default a LoadingController decides
             for each batch, and the selector's own share, or the configured ratio, is the least.
 
     Raises:
-        ConfigError: an engine without the buffer connector; a cache of another model, or quantized; a check
-            layer that the model does not have; a share outside 0 to 1.
+        ConfigError: no shared prefix; an engine without the buffer connector; a cache of another model, or
+            quantized; a check layer that the model does not have; a share outside 0 to 1.
         LayoutError: caches whose keys cannot be turned.
     """
 
@@ -76,7 +77,7 @@ class Blender:
         engine: CacheEngine,
         model: BlendModel,
         *,
-        shared_prefix: TokenIds,
+        shared_prefix: SharedPrefix | None = None,
         selector: Selector | None = None,
         share: float | None = None,
     ) -> None:

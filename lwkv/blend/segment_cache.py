@@ -10,6 +10,7 @@ import numpy as np
 
 from lwkv.blend.request import CheckedBlend, Segment
 from lwkv.blend.rows import Layout
+from lwkv.blend.shared_prefix import SharedPrefix, shared_prefix_ids
 from lwkv.connectors.buffer import BufferConnector
 from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine
@@ -20,7 +21,7 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval
 from lwkv.storing import BatchStoring
-from lwkv.token_ids import TokenIds, as_token_ids
+from lwkv.token_ids import TokenIds
 from lwkv.transfer import NO_SLOT, Transfer
 
 NAMESPACE = "segment"
@@ -55,18 +56,19 @@ class SegmentCache:
 
     Args:
         engine: with `enable_blending`; whoever made it closes it.
-        shared_prefix: token ids that every segment was, and is, computed behind.
+        shared_prefix: what every segment was, and is, computed behind; as of `Blender`.
 
     Raises:
-        ConfigError: an engine without the buffer connector. RequestError: a shared prefix that is no ids.
+        ConfigError: an engine without the buffer connector; no shared prefix.
+        RequestError: a shared prefix that is no ids.
     """
 
-    def __init__(self, engine: CacheEngine, shared_prefix: TokenIds) -> None:
+    def __init__(self, engine: CacheEngine, shared_prefix: SharedPrefix | None) -> None:
         if not isinstance(engine.connector, BufferConnector):
             raise ConfigError("blending needs the buffer connector: set enable_blending and use_layerwise")
         self.engine = engine
         self.connector: BufferConnector = engine.connector
-        self.shared_prefix: tuple[int, ...] = tuple(as_token_ids(shared_prefix).tolist())
+        self.shared_prefix = shared_prefix_ids(shared_prefix)
         self._namespace = f"{engine.namespace}-{NAMESPACE}"
         self._chunking = Chunking(engine.config.chunk_size, partial=True)
 

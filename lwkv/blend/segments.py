@@ -35,7 +35,7 @@ class Separator:
     def __init__(self, encode: Encode, text: str) -> None:
         self.text = text
         self._encode = encode
-        self._head, self._tail = _added(encode)
+        self._head, self._tail = added_ids(encode)
         # Without the blank at its end, which tokenizers put at the beginning of the next word.
         self._written = self._plain(text.rstrip())
         forms = {tuple(self._plain(form)) for form in _forms(text)}
@@ -90,7 +90,7 @@ class Separator:
                     )
 
 
-def _added(encode: Encode) -> tuple[int, int]:
+def added_ids(encode: Encode) -> tuple[int, int]:
     """How many ids `encode` puts before and behind every text."""
     one, two = list(encode("a")), list(encode("a a a"))
     head = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))

@@ -85,7 +85,7 @@ def selectors(num_layers: int) -> dict[str, Callable[[], Selector]]:
 def play(trial: Trial, repeats: int, tick: Tick) -> tuple[list[WayFound], list[Curve], list[str]]:
     """Run everything; `tick` is told of each run."""
     trial.begin(demo_task())
-    trial.encode(shared=True)
+    trial.encode()
     chosen = selectors(trial.model.shape.num_layers)
     full = WayFound(
         "full prefill",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from lwkv.blend import Blended, Blender, BlendRequest, Segment, Selector
+from lwkv.blend import Blended, Blender, BlendRequest, Segment, Selector, SharedPrefix
 from lwkv.config import Config
 from lwkv.connectors import Rope
 from lwkv.engine import CacheEngine
@@ -33,6 +34,14 @@ _SYSTEM = (
     "Read every note with care, since the answer is in one of them, or in several together. "
     "Give the answer in a few words, and nothing else."
 )
+
+
+class Behind(Enum):
+    """What documents are computed behind when they are cached: lwkv's own text by default."""
+
+    NOTHING = "alone"
+    TEXT = "shared text"
+    CHAT = "shared beginning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,6 @@ class Trial:
     """A model with one task after the other, one of which is begun at a time. The caller closes it.
 
     Attributes:
-        shared: the token ids that documents may be computed behind: the beginning of the chat.
         tokens, segments: the task's prompt, and where the documents are in it.
         answer: the full prefill's greedy one, `num_answer` tokens or up to the model's stop.
         full_s, full_process_s: what the full prefill took, on the wall clock and of the process.
@@ -107,7 +115,12 @@ class Trial:
         )
         self.engine: CacheEngine = open_cache_engine(config, model, self._cache, "trial", platform=platform)
         self._between = tokenizer.encode(_BETWEEN)
-        self.shared = tokenizer.encode(_CHAT[0].format(_SYSTEM))
+        self._chat = tokenizer.encode(_CHAT[0].format(_SYSTEM))
+        self._prefixes: dict[Behind, SharedPrefix] = {
+            Behind.NOTHING: (),
+            Behind.TEXT: tokenizer.encode,
+            Behind.CHAT: self._chat,
+        }
         # Falling, so that nothing works only where blocks happen to be in order.
         self._blocks = list(range(num_blocks))[::-1]
 
@@ -116,7 +129,7 @@ class Trial:
 
     def begin(self, task: Task) -> None:
         """Compute the task in full."""
-        self.tokens, self.segments = list(self.shared), []
+        self.tokens, self.segments = list(self._chat), []
         for text in task.documents:
             self.tokens += self._between
             document = self.tokenizer.encode(text)
@@ -131,18 +144,20 @@ class Trial:
         self.answer += rest
         self._wanted = torch.cat([logits, *more]).log_softmax(-1)
 
-    def encode(self, shared: bool) -> None:
-        """Cache the task's documents, computed alone or behind the shared beginning."""
-        blender = self._blender(shared, True, None, None)
+    def encode(self, behind: Behind = Behind.TEXT) -> None:
+        """Cache the task's documents."""
+        blender = self._blender(behind, True, None, None)
         for start, end in blender.missing(self.tokens, self.segments):
             slots = self._slots(blender.num_encoded(end - start))
             blender.encode(self.tokens[start:end], slots)
         if not self.engine.flush():
             raise RuntimeError("not all was stored: a tier did not take it, or it took over 30 s")
 
-    def blend(self, selector: Selector, share: float, *, shared: bool = True, moved: bool = True) -> Outcome:
+    def blend(
+        self, selector: Selector, share: float, *, behind: Behind = Behind.TEXT, moved: bool = True
+    ) -> Outcome:
         """Blend the task's prompt, and follow the full prefill's answer."""
-        blender = self._blender(shared, moved, selector, share)
+        blender = self._blender(behind, moved, selector, share)
         request = BlendRequest(self.tokens, self._slots(len(self.tokens)), self.segments)
         self._cache.fill(float("nan"))
         started, process = time.perf_counter(), time.process_time()
@@ -169,9 +184,11 @@ class Trial:
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(first) :], logits
 
-    def _blender(self, shared: bool, moved: bool, selector: Selector | None, share: float | None) -> Blender:
+    def _blender(
+        self, behind: Behind, moved: bool, selector: Selector | None, share: float | None
+    ) -> Blender:
         model = ReferenceBlend(self.model) if moved else Unmoved(self.model)
-        prefix = self.shared if shared else ()
+        prefix = self._prefixes[behind]
         return Blender(self.engine, model, shared_prefix=prefix, selector=selector, share=share)
 
     def _slots(self, count: int) -> Tensor:

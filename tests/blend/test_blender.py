@@ -21,6 +21,7 @@ from lwkv.blend import (
     QueryAttention,
     RandomTokens,
 )
+from lwkv.blend.shared_prefix import DEFAULT_TEXT
 from lwkv.errors import ConfigError, RequestError
 from lwkv.reference import LAYOUTS, Model, ModelShape, RopeScaling, inverse_frequencies, random_model
 from lwkv.reference.blending import ReferenceBlend
@@ -338,6 +339,35 @@ def test_a_shared_prefix_is_the_same_whatever_it_came_in(make: Any, bench: Bench
     bench.encode(bench.blender(), DOCUMENTS[:1])
     tokens, request = prompt([0])
     assert bench.blender(shared_prefix=make(SHARED)).missing(tokens, request.segments) == []
+
+
+def test_segments_are_computed_behind_what_a_tokenizer_makes_of_the_default_text(bench: Bench) -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return [*SHARED] if text == DEFAULT_TEXT else []
+
+    blender = bench.blender(shared_prefix=encode)
+    assert DEFAULT_TEXT in asked
+    assert blender.num_encoded(5) == 5 + len(SHARED)
+    bench.encode(blender, DOCUMENTS[:1])
+    tokens, request = prompt([0])
+    assert bench.blender().missing(tokens, request.segments) == []
+
+
+def test_a_default_text_begins_as_texts_begin_and_does_not_end(bench: Bench) -> None:
+    def encode(text: str) -> list[int]:
+        return [1, *(3 + ord(character) % 80 for character in text), 2]
+
+    found = bench.blender(shared_prefix=encode).segments.shared_prefix
+    assert found == tuple(encode(DEFAULT_TEXT)[:-1])
+
+
+def test_blenders_without_a_shared_prefix_are_refused_unless_it_is_said(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=r"the tokenizer's encode, .* ids of your own, .* or \(\) for none"):
+        Blender(bench.engine, ReferenceBlend(bench.model))
+    assert bench.blender(shared_prefix=()).num_encoded(5) == 5
 
 
 @pytest.mark.parametrize("chunk_size", [CHUNK, 64])

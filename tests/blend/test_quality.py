@@ -15,7 +15,7 @@ from demo_model import needs_smollm2
 from lwkv.benchmarks.blend_quality import Way, measure
 from lwkv.benchmarks.blend_tasks import needle, two_hops
 from lwkv.blend import Deviation, NoTokens, QueryAttention, RandomTokens
-from lwkv.demo.blend_trial import Task, Trial
+from lwkv.demo.blend_trial import Behind, Task, Trial
 from lwkv.reference import load_smollm2
 
 pytestmark = needs_smollm2
@@ -23,13 +23,13 @@ NEEDLES = range(2)
 HOPS = range(4)
 NUM_LAYERS = 30
 
-REUSE = Way("reuse", NoTokens, 0.0, shared=False)
-SHARED = Way("shared", NoTokens, 0.0, shared=True)
-UNMOVED = Way("unmoved", NoTokens, 0.0, shared=False, moved=False)
-RANDOM = Way("random", RandomTokens, 0.15, shared=False)
-LITTLE = Way("15 %", Deviation, 0.15, shared=False)
-MORE = Way("30 %", Deviation, 0.3, shared=False)
-QUERY = Way("query", lambda: QueryAttention.of(NUM_LAYERS), 0.15, shared=False)
+REUSE = Way("reuse", NoTokens, 0.0, Behind.NOTHING)
+SHARED = Way("shared", NoTokens, 0.0, Behind.TEXT)
+UNMOVED = Way("unmoved", NoTokens, 0.0, Behind.NOTHING, moved=False)
+RANDOM = Way("random", RandomTokens, 0.15, Behind.NOTHING)
+LITTLE = Way("15 %", Deviation, 0.15, Behind.NOTHING)
+MORE = Way("30 %", Deviation, 0.3, Behind.NOTHING)
+QUERY = Way("query", lambda: QueryAttention.of(NUM_LAYERS), 0.15, Behind.NOTHING)
 
 Figures = dict[str, float]
 
@@ -74,7 +74,7 @@ def test_what_has_changed_most_is_a_better_choice_than_chance(needles: Figures, 
     assert hops["15 %"] < hops["random"]
 
 
-def test_a_shared_beginning_is_worth_as_much_as_blending(needles: Figures) -> None:
+def test_the_default_shared_prefix_is_worth_as_much_as_blending(needles: Figures) -> None:
     assert needles["shared"] <= 0.6 * needles["reuse"]
 
 
