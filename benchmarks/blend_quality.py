@@ -31,17 +31,16 @@ KINDS: Mapping[str, Callable[[int], Task]] = {
     "two hops": two_hops,
 }
 NUM_ANSWER, LONGEST = 8, 2400
-IN_SHORT = ("plain reuse", "deviation of V, 15 %", "query, 15 %")
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to blend: documents computed `behind` something or alone, keys `moved` or not."""
+    """One way to blend: what documents are computed `behind`, and whether keys are `moved`."""
 
     name: str
     make: Callable[[], Selector]
     share: float
-    behind: Behind = Behind.TEXT
+    behind: Behind
     moved: bool = True
 
 
@@ -54,7 +53,7 @@ class Measured:
 
 
 def ways(num_layers: int) -> list[Way]:
-    """All that is compared, the less of it for documents behind the beginning of the chat."""
+    """All that is compared, for documents computed behind nothing and behind either shared prefix."""
 
     def query() -> Selector:
         return QueryAttention.of(num_layers)
@@ -72,8 +71,7 @@ def ways(num_layers: int) -> list[Way]:
     ]
     found = []
     for behind in Behind:
-        few = behind is Behind.CHAT
-        found += [Way(*item, behind) for item in selectors if item[0] in IN_SHORT or not few]
+        found += [Way(*item, behind) for item in selectors]
         found.append(Way("plain reuse, keys not moved", NoTokens, 0.0, behind, moved=False))
     return found
 

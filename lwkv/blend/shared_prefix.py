@@ -8,7 +8,7 @@ from lwkv.blend.segments import Encode, added_ids
 from lwkv.errors import ConfigError
 from lwkv.token_ids import TokenIds, as_token_ids
 
-# docs/blending.md has the figures of this one beside none and a chat's own beginning.
+# docs/blending.md has its figures, beside none and a chat's own beginning.
 DEFAULT_TEXT = (
     "Below are passages from several documents. Read them, and then answer the question that follows.\n\n"
 )

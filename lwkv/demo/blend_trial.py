@@ -37,7 +37,7 @@ _SYSTEM = (
 
 
 class Behind(Enum):
-    """What documents are computed behind when they are cached: lwkv's own text by default."""
+    """What documents are computed behind when they are cached."""
 
     NOTHING = "alone"
     TEXT = "shared text"
@@ -144,7 +144,7 @@ class Trial:
         self.answer += rest
         self._wanted = torch.cat([logits, *more]).log_softmax(-1)
 
-    def encode(self, behind: Behind = Behind.TEXT) -> None:
+    def encode(self, behind: Behind = Behind.CHAT) -> None:
         """Cache the task's documents."""
         blender = self._blender(behind, True, None, None)
         for start, end in blender.missing(self.tokens, self.segments):
@@ -154,7 +154,7 @@ class Trial:
             raise RuntimeError("not all was stored: a tier did not take it, or it took over 30 s")
 
     def blend(
-        self, selector: Selector, share: float, *, behind: Behind = Behind.TEXT, moved: bool = True
+        self, selector: Selector, share: float, *, behind: Behind = Behind.CHAT, moved: bool = True
     ) -> Outcome:
         """Blend the task's prompt, and follow the full prefill's answer."""
         blender = self._blender(behind, moved, selector, share)
