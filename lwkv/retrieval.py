@@ -157,7 +157,7 @@ class BatchRetrieval:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
         self._arrivals.ask_up_to(self._wanted + self._config.prefetch_layers)
         if self._arrivals.known is not None:
-            ahead = self._connector.layers_ahead(self._wanted)
+            ahead = self._connector.layers_ahead(load, self._wanted)
         else:
             ahead = self._config.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
         last = min(self._wanted + ahead, self.num_layers - 1)

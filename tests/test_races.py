@@ -61,11 +61,11 @@ class Traffic:
         self.oracle.expect(tokens, slots)
         self.oracle.read(tokens, slots, LAYERS - 1)
 
-    def load_turned(self, tokens: list[int], slots: list[int]) -> None:
-        """Through the buffer, with every key moved to another position."""
+    def load_turned(self, tokens: list[int], slots: list[int], in_place: bool) -> None:
+        """Through the buffer or past it, with every key moved to another position."""
         hold = self.engine._storage.hold(self.engine._memo.keys(np.array(tokens), ()))
         moved = Transfer(np.full(3, CHUNK), np.array(slots))
-        load = self.connector.begin_load(moved, shift=np.repeat([5, 0, -9], CHUNK))
+        load = self.connector.begin_load(moved, shift=np.repeat([5, 0, -9], CHUNK), in_place=in_place)
         for layer in range(LAYERS):
             self.connector.load_layer(load, layer, hold.host_pages(layer))
             self.connector.wait_layer(load, layer)
@@ -156,19 +156,34 @@ def test_loads_that_lose_chunks_on_the_way_are_in_order(
     assert races.find() is None
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["in order", "one wait removed"])
+@pytest.mark.parametrize(
+    ("in_place", "removed"),
+    [
+        (False, None),
+        (False, "_wait_for_buffer"),
+        (True, None),
+        (True, "_let_wait"),
+        (True, "_wait_for_readers"),
+    ],
+)
 def test_keys_turned_on_the_way_are_in_order(
-    races: Races, start: Callable[..., Traffic], kept: bool, monkeypatch: pytest.MonkeyPatch
+    races: Races,
+    start: Callable[..., Traffic],
+    in_place: bool,
+    removed: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     traffic = start(buffered=True, lookahead=0)
     traffic.connector.set_rope(Rope((0.5,)))
-    if not kept:
-        monkeypatch.setattr(traffic.connector, "_wait_for_buffer", lambda *_: None)
+    if removed is not None:
+        assert callable(getattr(traffic.connector, removed))
+        monkeypatch.setattr(traffic.connector, removed, lambda *_: None)
     traffic.save(ONE, HERE)
     assert traffic.engine.flush()
-    traffic.load_turned(ONE, THERE)
+    traffic.oracle.zero(THERE)
+    traffic.load_turned(ONE, THERE, in_place)
     races.synchronize_device(HOST)
-    assert ("nothing orders" in str(races.find())) is not kept
+    assert ("nothing orders" in str(races.find())) is (removed is not None)
 
 
 REMOVED: dict[str, Callable[[Any], tuple[Any, str]]] = {

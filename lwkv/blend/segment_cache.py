@@ -115,7 +115,8 @@ class SegmentCache:
         shifts = _Shifts(loads)
 
         def begin_load(transfer: Transfer, pages: Int64s | None) -> Load:
-            return self.connector.begin_load(transfer, pages, shifts.of(transfer))
+            # What computes reads and writes the engine's blocks.
+            return self.connector.begin_load(transfer, pages, shifts.of(transfer), in_place=True)
 
         requests = [load.request for load in loads]
         return retrieve_steps(BatchRetrieval(requests, parts, begin_load), True, list)

@@ -36,7 +36,9 @@ class BufferConnector(PagedConnector):
         """Layers in the buffer: those queued ahead, the one in use and the one arriving."""
         return self._config.lookahead_layers + 2
 
-    def layers_ahead(self, layer: int) -> int:
+    def layers_ahead(self, load: Load, layer: int) -> int:
+        if as_buffered(load).in_place:
+            return super().layers_ahead(load, layer)
         # There is room for few layers: what is queued early makes the model wait for those before it.
         return self._config.lookahead_layers if layer >= FIRST_LAYERS else 0
 
@@ -65,9 +67,17 @@ class BufferConnector(PagedConnector):
             self._compile_turn(rope)
 
     def begin_load(
-        self, transfer: Transfer, pages: Int64s | None = None, shift: Int64s | None = None
+        self,
+        transfer: Transfer,
+        pages: Int64s | None = None,
+        shift: Int64s | None = None,
+        in_place: bool = False,
     ) -> BufferedLoad:
         """Start loads; `shift`, int64 (tokens,), is each token's new position less its stored one.
+
+        Args:
+            in_place: pass by the buffer: keys turn on their way into the engine's blocks, and `get_kv` has
+                nothing to give. For whoever reads the blocks anyway.
 
         Raises:
             RequestError: `shift` without `set_rope`, or of another length than the transfer's slots.
@@ -85,7 +95,8 @@ class BufferConnector(PagedConnector):
             load.fetched,
             recordings=load.recordings,
             stream=load.stream,
-            buffers=self._new_buffers(num_rows),
+            in_place=in_place,
+            buffers=self.layers if in_place else self._new_buffers(num_rows),
             num_rows=num_rows,
             rows_of=rows_of,
             places=places,
@@ -120,8 +131,13 @@ class BufferConnector(PagedConnector):
         """K and V of a layer that has been waited for, each (rows, heads, width) in the cache's dtype.
 
         They are the buffer itself, for the current stream: change them, then `flush`. With MLA, V is K.
+
+        Raises:
+            RequestError: the load is `in_place`.
         """
         load = as_buffered(load)
+        if load.in_place:
+            raise RequestError("this load passes by the buffer: begin it without in_place")
         load.user = self.platform.current_stream(self.device)
         buffer = load.buffer(layer)
         k, v = buffer.k, buffer.k if buffer.v is None else buffer.v
@@ -130,6 +146,8 @@ class BufferConnector(PagedConnector):
     def flush(self, load: Load, layer: int) -> None:
         """Write a layer that has been waited for from the buffer into its blocks, on the current stream."""
         load = as_buffered(load)
+        if load.in_place:
+            return
         buffer = load.buffer(layer)
         plan, places = load.filled[layer]
         if places is not None:
@@ -138,8 +156,9 @@ class BufferConnector(PagedConnector):
             self.platform.launch(load.user, work)
 
     def leave_load(self, load: Load) -> None:
-        # Layers that were not waited for are in the buffer only: nothing of them is on its way to blocks.
-        load.not_waited_for = None
+        if not as_buffered(load).in_place:
+            # What was not waited for is in the buffer only: nothing of it is on its way to blocks.
+            load.not_waited_for = None
         super().leave_load(load)
 
     def end_load(self, load: Load) -> None:
@@ -158,8 +177,9 @@ class BufferConnector(PagedConnector):
     def _compile_turn(self, rope: Rope) -> None:
         lane, (buffer, *_) = self._load_lane, self._new_buffers(1)
         table = torch.zeros(1, len(rope.frequencies), device=self.device)[:0]
-        turn = partial(self.kernels.scatter_rotated, buffer, lane.buffers[0].memory, self._no_rows())
-        self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
+        for target in (buffer, *self.layers):
+            turn = partial(self.kernels.scatter_rotated, target, lane.buffers[0].memory, self._no_rows())
+            self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
 
     def _together(self, load: Load, layer: int) -> range:
         return range(layer, layer + 1)  # each goes to a buffer of its own
@@ -176,7 +196,7 @@ class BufferConnector(PagedConnector):
         stopover = load.stopovers.get(id(part))
         if stopover is None:
             # Made on the stream that fills: whoever empties has waited for what it filled.
-            stopover = load.stopovers[id(part)] = Stopover.of(part, places, target, load.turn)
+            stopover = load.stopovers[id(part)] = Stopover.of(part, places, load)
         if stopover.angles is None or load.turn is None:
             self.kernels.scatter(target, staging, stopover.fill)
         else:

@@ -33,14 +33,14 @@ class Stopover:
     angles: tuple[torch.Tensor, torch.Tensor] | None
 
     @classmethod
-    def of(cls, part: Slice, places: torch.Tensor, buffer: PagedLayer, turn: Turn | None) -> Stopover:
+    def of(cls, part: Slice, places: torch.Tensor, load: BufferedLoad) -> Stopover:
         """Work it out on the current stream; `places` are those of all rows of the plan."""
         place, rows = places[part.first_row : part.last_row], part.rows
         return cls(
             part,
-            Rows(place, rows.k_rows, rows.v_rows),
-            Rows(rows.slots, place, place + buffer.num_rows),
-            None if turn is None else turn.of(place),
+            rows if load.in_place else Rows(place, rows.k_rows, rows.v_rows),
+            Rows(rows.slots, place, place + load.buffer(0).num_rows),
+            None if load.turn is None else load.turn.of(place),
         )
 
 
@@ -49,6 +49,7 @@ class BufferedLoad(Load):
     """A load into the buffer. Layer i is in `buffers[i % len(buffers)]`.
 
     Attributes:
+        in_place: whether layers go straight to their blocks, and the buffer is nothing but these.
         buffers: see `lwkv.connectors.buffers`; a row for every token that is moved.
         num_rows: tokens that are moved.
         rows_of: int64 (tokens,), the buffer row of each token of the plan's transfer, NO_SLOT for none.
@@ -60,6 +61,7 @@ class BufferedLoad(Load):
         user: the stream that was last given the buffer to work on, or flushed it.
     """
 
+    in_place: bool = False
     buffers: Sequence[PagedLayer] = ()
     num_rows: int = 0
     rows_of: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -91,7 +91,7 @@ class PagedConnector(Loader, Saver):
         together = self._config.group_bytes // (self.page_bytes * transfer.num_chunks)
         return Save(lane, plan, max(1, together), sync)
 
-    def layers_ahead(self, layer: int) -> int:
+    def layers_ahead(self, load: Load, layer: int) -> int:
         """How many layers, of which all pages are known, are queued together with `layer`, behind it.
 
         More each time. The first copies are under way when the model is to be launched, which must not be

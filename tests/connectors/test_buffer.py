@@ -302,10 +302,11 @@ class Keys:
         self.engine.store(TOKENS, slot_mapping=FROM)
         assert self.engine.flush()
 
-    def load(self, shift: Any, slots: Any) -> list[Tensor]:
+    def load(self, shift: Any, slots: Any, in_place: bool = False) -> list[Tensor]:
         """K and V of every layer, each [2, 24, 2, 6], from the slots of a load with `shift`."""
         hold = self.bench.hold()
-        load = self.bench.connector.begin_load(transfer(slots), shift=np.array(shift, np.int64))
+        shift = np.array(shift, np.int64)
+        load = self.bench.connector.begin_load(transfer(slots), shift=shift, in_place=in_place)
         self.bench.queue(load, hold, range(2))
         self.bench.connector.wait_layer(load, 1)
         self.bench.end(load, hold)
@@ -313,16 +314,21 @@ class Keys:
         return [cache.flatten(1, 2)[:, slots].cpu() for cache in self.oracle.kvcaches.values()]
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["by the buffer", "in place"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "interleaved"])
 @pytest.mark.parametrize("frequencies", [(1.0, 0.2, 0.03), (0.5,)], ids=["whole", "partial"])
 def test_a_shifted_key_is_as_if_computed_at_its_new_position(
-    platform: Platform, device: torch.device, frequencies: tuple[float, ...], interleaved: bool
+    platform: Platform,
+    device: torch.device,
+    frequencies: tuple[float, ...],
+    interleaved: bool,
+    in_place: bool,
 ) -> None:
     rope = Rope(frequencies, interleaved)
     keys = Keys(platform, device, rope)
     keys.bench.connector.set_rope(rope)
     shift = np.repeat([40, 0, -7], CHUNK)
-    for layer, got in enumerate(keys.load(shift, INTO)):
+    for layer, got in enumerate(keys.load(shift, INTO, in_place)):
         wanted = turned(keys.raw[layer, 0], torch.arange(24) + torch.from_numpy(shift), rope)
         torch.testing.assert_close(got[0], wanted.float(), rtol=0, atol=1e-5)
         assert torch.equal(got[1], keys.raw[layer, 1])
@@ -330,10 +336,11 @@ def test_a_shifted_key_is_as_if_computed_at_its_new_position(
     keys.engine.close()
 
 
-def test_a_shift_of_nothing_changes_nothing(platform: Platform, device: torch.device) -> None:
+@pytest.mark.parametrize("in_place", [False, True], ids=["by the buffer", "in place"])
+def test_a_shift_of_nothing_changes_nothing(platform: Platform, device: torch.device, in_place: bool) -> None:
     keys = Keys(platform, device, Rope((1.0, 0.5, 0.1)))
     keys.bench.connector.set_rope(keys.rope)
-    for layer, got in enumerate(keys.load([0] * 24, INTO)):
+    for layer, got in enumerate(keys.load([0] * 24, INTO, in_place)):
         k = turned(keys.raw[layer, 0], torch.arange(24), keys.rope).float()
         assert torch.equal(got, torch.stack([k, keys.raw[layer, 1]]))
     keys.engine.close()
@@ -360,6 +367,15 @@ def test_keys_that_cannot_be_turned_are_refused_with_the_rope(
     platform: Platform, device: torch.device, form: str, dims: Dims, text: str
 ) -> None:
     assert text in refusal(platform, device, Rope((1.0, 0.5)), form, dims)
+
+
+def test_a_load_that_passes_by_the_buffer_has_nothing_in_it(bench: Bench) -> None:
+    hold, load = bench.hold(), bench.connector.begin_load(transfer(), in_place=True)
+    bench.queue(load, hold, range(1))
+    bench.connector.wait_layer(load, 0)
+    with pytest.raises(RequestError, match="passes by the buffer: begin it without in_place"):
+        bench.connector.get_kv(load, 0)
+    bench.end(load, hold)
 
 
 def test_a_shift_needs_the_model_s_rope_and_one_entry_a_token(bench: Bench) -> None:
