@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -77,11 +78,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: `repeats` runs of each case, `suffix` new tokens behind each prefix."""
+    """What is measured: `repeats` runs of each case, `suffix` new tokens behind each prefix.
+
+    `rest_s` is the time, in seconds, in which the device has nothing to do before each prompt.
+    """
 
     prefixes: Sequence[int]
     suffix: int
     repeats: int
+    rest_s: float = 0.3
 
     def measure(self, engines: Sequence[Engine]) -> list[Case]:
         """Cold and warm runs of all engines, in turns."""
@@ -95,11 +100,15 @@ class Plan:
             cold = Prompt(prefix, seed, self.suffix, seed + 500, True)
             warm = Prompt(prefix, seed, self.suffix, seed + 700, True)
             for step, prompt in (("cold", cold), ("warm", warm), ("in_gpu", _later(warm))):
-                for engine in engines:
+                # Each comes first as often as the others.
+                first = run % len(engines)
+                for engine in (*engines[first:], *engines[:first]):
                     self._run(engine, cases[engine.name], step, prompt, run >= 0)
         return list(cases.values())
 
     def _run(self, engine: Engine, case: Case, step: str, prompt: Prompt, counts: bool) -> None:
+        # A GPU that has just worked hard is slower for a while.
+        time.sleep(self.rest_s)
         answer = engine.ask(prompt)
         case.tokens.append(answer.token)
         wanted = 0 if step == "cold" or (step == "warm" and engine.name == "plain") else prompt.prefix
@@ -219,7 +228,7 @@ def main() -> int:
     parser.add_argument("--prefixes", default="2048,8192,32768", help="cached tokens, by comma")
     parser.add_argument("--suffix", type=int, default=256, help="new tokens")
     parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"some of {', '.join(ENGINES)}")
     parser.add_argument("--host-gib", type=float, default=16.0, help="host memory of lwkv, and of vLLM's own")
     parser.add_argument("--output", type=Path, default=Path("vllm-ttft.json"))

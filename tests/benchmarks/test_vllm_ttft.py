@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from lwkv.benchmarks.shapes import TINY
 from lwkv.benchmarks.vllm_child import Answer, Prompt
 from lwkv.benchmarks.vllm_ttft import Case, Plan, engine_arguments, faults, table, write_model
@@ -28,7 +30,7 @@ class Cache:
 
 
 def test_every_engine_answers_the_same_prompts_cold_warm_and_in_gpu_memory() -> None:
-    cases = Plan([64, 128], 16, 3).measure([Cache("plain"), Cache("lwkv")])  # type: ignore[list-item]
+    cases = Plan([64, 128], 16, 3, rest_s=0).measure([Cache("plain"), Cache("lwkv")])  # type: ignore[list-item]
     assert [(case.engine, case.prefix) for case in cases] == [
         ("plain", 64),
         ("lwkv", 64),
@@ -42,8 +44,17 @@ def test_every_engine_answers_the_same_prompts_cold_warm_and_in_gpu_memory() -> 
     assert faults(cases) == []
 
 
+def test_no_engine_always_comes_after_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = Cache.ask
+    monkeypatch.setattr(Cache, "ask", lambda self, prompt: asked.append(self.name) or ask(self, prompt))
+    Plan([64], 16, 1, rest_s=0).measure([Cache("plain"), Cache("lwkv")])  # type: ignore[list-item]
+    cold = [tuple(asked[first : first + 2]) for first in range(0, len(asked), 6)]
+    assert cold == [("plain", "lwkv"), ("lwkv", "plain"), ("plain", "lwkv")]
+
+
 def test_tokens_that_did_not_come_from_the_cache_are_a_fault() -> None:
-    cases = Plan([64], 16, 1).measure([Cache("plain"), Cache("lwkv", forgets=True)])  # type: ignore[list-item]
+    cases = Plan([64], 16, 1, rest_s=0).measure([Cache("plain"), Cache("lwkv", forgets=True)])  # type: ignore[list-item]
     assert faults(cases)[0] == "lwkv, prefix 64, warm: 0 of 64 tokens came from a cache"
 
 
