@@ -1,6 +1,6 @@
 """How near blends come to full prefill: needles, look-alikes and facts of two hops, with a real model.
 
-Run as `python -m lwkv.benchmarks.blend_quality --tasks 24`. A task takes about three quarters of a minute of one core.
+Run as `python -m lwkv.benchmarks.blend_quality --tasks 24`. A task takes about 45 seconds of one core.
 """
 
 from __future__ import annotations
