@@ -147,7 +147,9 @@ class ExtraConfig(BaseModel):
     )
     staging_buffers: TwoOrMore = Field(default=2, description="Staging buffers that take turns.")
     lookahead_layers: CountOrZero = Field(
-        default=1, description="Layers whose load is queued before the model asks for them."
+        default=1,
+        description="Layers whose load is queued before the model asks for them, where they come from lower "
+        "tiers; with 0 none, also where they are in host memory.",
     )
     group_bytes: CountOrZero = Field(
         default=32 << 20,

@@ -66,3 +66,10 @@ def test_keys_that_were_made_elsewhere_are_not_made_again(memo: KeyMemo, made: l
     memo.remember(np.arange(6), ("lora",), keys)
     assert memo.keys(np.arange(6), ("lora",)) == keys
     assert not made
+
+
+def test_prompts_that_agree_here_and_there_are_told_apart(memo: KeyMemo) -> None:
+    one, other = np.zeros(300, np.int64), np.zeros(300, np.int64)
+    other[100] = 7
+    for ids in (one, other, one):
+        assert memo.keys(ids, ()) == chunk_keys(ids, 3, "model")

@@ -8,6 +8,7 @@ it is, and wrong ones as soon as its wait is taken away.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from lwkv.steps import LayerSteps
 HOST = torch.device("cpu")
 CHUNK = 8
 LAYERS = 4
+SETTINGS: dict[str, Any] = {}
 STREAMS = ("compute", "load copies", "load kernels", "save copies", "save kernels")
 MIXES = [mix for count in range(len(STREAMS) + 1) for mix in combinations(STREAMS, count)]
 NEW, OLD, THIRD = (list(range(first, first + 24)) for first in (500, 900, 700))
@@ -47,7 +49,7 @@ class Stage:
         self.cpu = cpu
         self.compute = cpu.new_stream(HOST)
         self.oracle = Oracle(cpu, HOST, dims=Dims(layers=LAYERS, blocks=20))
-        settings = {"pages": 64, "lookahead": 1} | settings
+        settings = {"pages": 64, "lookahead": 1} | SETTINGS | settings
         with cpu.use_stream(self.compute):
             self.engine: CacheEngine = self.oracle.engine(CHUNK, enable_blending=buffered, **settings)
 
@@ -466,6 +468,15 @@ def nothing(*_: Any) -> Callable[[], None]:
 
 @pytest.mark.parametrize("name", WAITS)
 def test_with_the_wait_the_bytes_are_right(cpu: CPU, name: str) -> None:
+    WAITS[name](cpu, keep)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_they_are_right_too_where_layers_travel_together(
+    cpu: CPU, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LAYERS", 12)
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", {"pages": 200, "staging_bytes": 1 << 16})
     WAITS[name](cpu, keep)
 
 

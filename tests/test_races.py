@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from lwkv.transfer import Transfer
 HOST = torch.device("cpu")
 CHUNK = 8
 LAYERS = 4
+SETTINGS: dict[str, Any] = {}
 ONE, TWO, THREE = (list(range(first, first + 24)) for first in (100, 200, 300))
 HERE, THERE = run_slots(3, 24), run_slots(40, 24, backwards=True)
 
@@ -36,6 +38,7 @@ class Traffic:
             lookahead=lookahead,
             staging_buffers=3,
             enable_blending=buffered,
+            **SETTINGS,
         )
 
     @property
@@ -136,6 +139,18 @@ def test_whatever_touches_the_same_memory_is_in_order(
     races: Races, start: Callable[..., Traffic], buffered: bool, lookahead: int, sync: bool
 ) -> None:
     traffic = start(buffered, lookahead, sync)
+    traffic.run()
+    assert races.find() is None
+
+
+def test_layers_that_travel_together_are_in_order(
+    races: Races, start: Callable[..., Traffic], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LAYERS", 12)
+    monkeypatch.setattr(
+        sys.modules[__name__], "SETTINGS", {"staging_bytes": 1 << 16, "group_bytes": 5 * 3 * 1024}
+    )
+    traffic = start(buffered=False)
     traffic.run()
     assert races.find() is None
 

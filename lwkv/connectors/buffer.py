@@ -182,7 +182,7 @@ class BufferConnector(PagedConnector):
             self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
 
     def _together(self, load: Load, layer: int) -> range:
-        return range(layer, layer + 1)  # each goes to a buffer of its own
+        return range(layer, layer + 1)  # one kernel turns the keys of one layer
 
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
         load, (target,) = as_buffered(load), targets

@@ -23,7 +23,7 @@ class Stopover:
     """How one slice's rows come into a buffer and go on from there: the same in every layer.
 
     Attributes:
-        fill, empty: from staging into a buffer, and from a buffer into the blocks.
+        fill, empty: from staging into a buffer, and from a buffer into the blocks; in place, `fill` is all.
         angles: cosines and sines by which the keys of these rows are turned; None where they are not.
     """
 
@@ -39,14 +39,14 @@ class Stopover:
         return cls(
             part,
             rows if load.in_place else Rows(place, rows.k_rows, rows.v_rows),
-            Rows(rows.slots, place, place + load.buffer(0).num_rows),
+            rows if load.in_place else Rows(rows.slots, place, place + load.buffer(0).num_rows),
             None if load.turn is None else load.turn.of(place),
         )
 
 
 @dataclass(slots=True, eq=False)
 class BufferedLoad(Load):
-    """A load into the buffer. Layer i is in `buffers[i % len(buffers)]`.
+    """A load into the buffer, or past it. Layer i is in `buffers[i % len(buffers)]`.
 
     Attributes:
         in_place: whether layers go straight to their blocks, and the buffer is nothing but these.

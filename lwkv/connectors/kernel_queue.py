@@ -22,11 +22,12 @@ class KernelQueue(Caches):
     def _queue_move(
         self,
         stream: Stream,
-        scatter: bool,
         plan: Plan,
         layers: Sequence[PagedLayer],
         staging: torch.Tensor,
         rows: Rows,
+        *,
+        scatter: bool,
     ) -> None:
         """Queue what scatters rows of layers that share their staging, or gathers them."""
         arguments = scatter, layers, staging, plan.layer_bytes(layers[0]), rows

@@ -62,9 +62,9 @@ class Loader(KernelQueue):
     _timeline: Timeline
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
-        """Queue one layer, and those that share its staging, unless it is: they come by one kernel.
+        """Queue one layer, unless it was queued with one before: those that share staging come by one kernel.
 
-        `pages` are int64 (chunks,), in use until `end_load` has returned.
+        `pages` are int64 (chunks,), in use until `end_load` has returned; those given to `begin_load` count.
         """
         if load.arrived[layer] is None:
             layers = self._together(load, layer)
@@ -73,6 +73,8 @@ class Loader(KernelQueue):
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
         load.plan = load.plan.only(kept)
+        # What is staged is cut as it was before.
+        load.fetched = deque(staged._replace(fill=-1) for staged in load.fetched)
 
     def wait_layer(self, load: Load, layer: int) -> None:
         """Make the current stream wait for a layer that has been queued."""
@@ -130,15 +132,15 @@ class Loader(KernelQueue):
             lane.take_back(buffer)
         event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
         self.platform.record(event, lane.kernels)
-        load.not_waited_for = event
         for layer in layers:
-            load.arrived[layer] = event
             recording = load.recordings.pop(layer, None) or self._record(lane, layer)
             recording.end(lane.kernels)
+        load.not_waited_for = event
+        load.arrived[layers.start : layers.stop] = [event] * len(layers)
 
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
         """Queue what moves a slice, which has rows, from a staging buffer into `targets`."""
-        self._queue_move(load.lane.kernels, True, load.plan, targets, staging, part.rows)
+        self._queue_move(load.lane.kernels, load.plan, targets, staging, part.rows, scatter=True)
 
     def _staged(
         self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s

@@ -19,6 +19,7 @@ from lwkv.timeline import Timeline
 from lwkv.transfer import Transfer
 
 STAGING_ALIGNMENT = 512
+MOST_COPIES = 128
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 256 << 20
 
 
@@ -92,12 +93,15 @@ class PagedConnector(Loader, Saver):
         return Save(lane, plan, max(1, together), sync)
 
     def layers_ahead(self, load: Load, layer: int) -> int:
-        """How many layers, of which all pages are known, are queued together with `layer`, behind it.
+        """How many layers behind `layer` are queued with it, where all pages of a load are known.
 
         More each time. The first copies are under way when the model is to be launched, which must not be
-        kept waiting; later its own code makes ours slow, and several in a row take little more than one.
+        kept waiting; later its own code makes ours slow, and several in a row take little more than one. But
+        a driver whose queue is full makes the host wait.
         """
-        return int(4**layer) - 1 if layer < self.num_layers else 0
+        if not self._config.lookahead_layers:
+            return 0
+        return min(1 << 2 * layer, max(8, MOST_COPIES // max(load.plan.num_slices, 1))) - 1
 
     def _buffer_bytes(self) -> int:
         buffers = 2 * self._config.staging_buffers  # for loads and for saves

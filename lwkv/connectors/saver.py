@@ -50,7 +50,7 @@ class Saver(KernelQueue):
         change before the call that `leave_save` orders.
         """
         current = self.platform.current_stream(self.device)
-        if save.waiting and current != save.stream:
+        if save.waiting and (current != save.stream or layer != save.waiting[-1][0] + 1):
             self.finish_save(save)
         save.stream = current
         save.waiting.append((layer, pages))
@@ -90,7 +90,7 @@ class Saver(KernelQueue):
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
         for number, part in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
-            self._queue_move(lane.kernels, False, save.plan, sources, buffer.memory, part.rows)
+            self._queue_move(lane.kernels, save.plan, sources, buffer.memory, part.rows, scatter=False)
             lane.mark_filled(buffer)
             save.before, save.last = save.last, buffer
             lane.pass_on(buffer)

@@ -16,6 +16,7 @@ from lwkv.engine import CacheEngine
 from lwkv.errors import LayoutError, RequestError
 from lwkv.platforms import Platform
 from lwkv.storage import Status
+from lwkv.timeline import Timeline
 from lwkv.transfer import NO_SLOT, Transfer
 
 CHUNK = 8
@@ -367,6 +368,28 @@ def test_keys_that_cannot_be_turned_are_refused_with_the_rope(
     platform: Platform, device: torch.device, form: str, dims: Dims, text: str
 ) -> None:
     assert text in refusal(platform, device, Rope((1.0, 0.5)), form, dims)
+
+
+def test_a_timeline_that_fails_makes_a_miss_and_no_exception(
+    make_bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Bench = make_bench()
+    made.fill()
+    timeline, failed = Timeline(made.oracle.platform, made.oracle.device), []
+    keep = timeline._keep
+
+    def fail_once(lane: Any, layer: int, *rest: Any) -> None:
+        if layer == 1 and not failed:
+            failed.append(layer)
+            raise RuntimeError("the device fails, says the test")
+        keep(lane, layer, *rest)
+
+    monkeypatch.setattr(timeline, "_keep", fail_once)
+    monkeypatch.setattr(made.connector, "_timeline", timeline)
+    assert not made.engine.retrieve(TOKENS, slot_mapping=INTO).any()
+    assert made.engine.flush()
+    require_rest(made.engine)
+    made.engine.close()
 
 
 def test_a_load_that_passes_by_the_buffer_has_nothing_in_it(bench: Bench) -> None:

@@ -20,6 +20,7 @@ from lwkv.layout import KVSpec
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status
+from lwkv.transfer import Transfer
 
 FORM = pytest.mark.parametrize("form", FORMS)
 CANONICAL = [name for name, form in FORMS.items() if not form.mla and name != "opaque"]
@@ -273,6 +274,35 @@ def test_small_layers_are_saved_several_at_a_time(
             counts.append(len(calls))
         next(steps)
         assert [*counts[:4], len(calls)] == queued
+
+
+def test_layers_of_a_group_that_are_not_given_one_after_the_other_go_to_their_own_pages(
+    make_oracle: Any,
+) -> None:
+    oracle, tokens, slots = make_oracle("vllm_2bnhd", layers=4), list(range(16)), run_slots(32, 16)
+    with oracle.engine(8, staging_bytes=1 << 18, group_bytes=1 << 20) as engine:
+        oracle.compute(tokens, run_slots(0, 16))
+        connector, pages = engine.connector, engine._pool.allocate(8).reshape(4, 2)
+        save = connector.begin_save(Transfer(np.array([8, 8]), np.array(run_slots(0, 16))), pages)
+        load = connector.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
+        for layer in (0, 2, 3):
+            connector.save_layer(save, layer, pages[layer])
+        connector.finish_save(save)
+        connector.leave_save(save)
+        connector.end_save(save)
+        connector.leave_load(load)
+        connector.end_load(load)
+        load = connector.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
+        # Of the chunks that are known, one is left out: what is staged has both.
+        connector.drop_chunks(load, np.array([False, True]))
+        for layer in (0, 2, 3):
+            connector.load_layer(load, layer, pages[layer][1:])
+            connector.wait_layer(load, layer)
+        connector.leave_load(load)
+        connector.end_load(load)
+        oracle.expect(tokens, slots, np.repeat([False, True], 8), layers=[0, 2, 3])
+        oracle.check()
+        engine._pool.release(pages)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lwkv.keys import ChunkKey
+from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT
 
@@ -24,7 +24,8 @@ class Move:
         salts: what else the keys stand for.
         blocks: int64, the request's block for each `block_size` tokens, as far as it has some.
         first, end: tokens [first, end) are moved.
-        keys: for each rank, by number, the keys of all chunks of `tokens`; none where they are not known.
+        keys: for each rank, by number, the namespace and the hashes of all chunks of `tokens`, one behind the
+            other; none where they are not known. Whole keys take longer to send than to make.
     """
 
     tokens: Int64s
@@ -32,7 +33,7 @@ class Move:
     blocks: Int64s
     first: int
     end: int
-    keys: Sequence[list[ChunkKey]] = ()
+    keys: Sequence[tuple[str, bytes]] = ()
 
     def slots(self, block_size: int) -> Int64s:
         """Each token's slot, int64 (tokens,); NO_SLOT for those that are not moved or have no block."""
@@ -41,6 +42,17 @@ class Move:
         slots = np.full(len(self.tokens), NO_SLOT, np.int64)
         slots[places] = np.where(blocks == NULL_BLOCK, NO_SLOT, blocks * block_size + places % block_size)
         return slots
+
+
+def packed(keys: Sequence[ChunkKey]) -> tuple[str, bytes]:
+    """One or more keys of a rank, as they are sent."""
+    return keys[0].namespace, b"".join(key.hash for key in keys)
+
+
+def unpacked(namespace: str, hashes: bytes) -> list[ChunkKey]:
+    """What was packed."""
+    starts = range(0, len(hashes), HASH_BYTES)
+    return [ChunkKey(namespace, hashes[start : start + HASH_BYTES]) for start in starts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from uuid import uuid4
 from lwkv.config import Config
 from lwkv.integrations.vllm.chronicle import Chronicle, Removed, Stored
 from lwkv.integrations.vllm.index import ChunkIndex
-from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders
+from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders, unpacked
 from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.reports import StepReports
 from lwkv.integrations.vllm.scheduled import Scheduled
@@ -201,7 +201,8 @@ class SchedulerSide:
         move = item.tracked.move(self.index, span, item.blocks())
         if self._chronicle is not None and move.keys:
             lora = getattr(item.tracked.request, "lora_request", None)
-            self._chronicle.expect(move, move.keys[0], None if lora is None else str(lora.lora_name))
+            keys = unpacked(*move.keys[0])
+            self._chronicle.expect(move, keys, None if lora is None else str(lora.lora_name))
         return move
 
     def _to_store(self, item: Scheduled) -> Span | None:

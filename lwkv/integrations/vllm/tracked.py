@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lwkv.integrations.vllm.index import ChunkIndex, RankKeys
-from lwkv.integrations.vllm.orders import Move
+from lwkv.integrations.vllm.orders import Move, packed
 from lwkv.integrations.vllm.prompt import salts_of, token_ids
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import Chunking
@@ -111,7 +111,7 @@ class Tracked:
     def move(self, index: ChunkIndex, span: Span, blocks: Sequence[int]) -> Move:
         """The order to move `span` into or out of `blocks`."""
         whole = -(-span.num_tokens // self.chunking.chunk_size)
-        keys = [own[:whole] for own in self.keys(index, span.num_tokens)]
+        keys = [packed(own[:whole]) for own in self.keys(index, span.num_tokens) if own]
         ids = self._ids[: span.num_tokens]
         return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end, keys)
 

@@ -10,7 +10,7 @@ import torch
 
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import LwkvError
-from lwkv.integrations.vllm.orders import Move, StepOrders
+from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
 from lwkv.integrations.vllm.presence import Presence
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import ChunkKey
@@ -52,7 +52,7 @@ class WorkerSide:
         self._block_size = block_size
         self._draft_layers = draft_layers
         self._last_layer = [layer.name for layer in connector.layers if layer.name not in draft_layers][-1]
-        self._is_looked_up = self._is_waited_for = False
+        self._is_waited_for = False
         self._presence = Presence(engine.parts().storage)
         self._load_steps = LayerSteps(engine)
         self._store_steps = LayerSteps(engine)
@@ -75,26 +75,24 @@ class WorkerSide:
         self._orders = orders
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
-        self._is_looked_up = self._is_waited_for = False
+        self._is_waited_for = False
         for move in (*orders.loads, *orders.stores):
             self._take_over_keys(move)
-        if orders.loads:
-            self._loads = self._requests(orders.loads)
-            self._announce(self._load_steps, self._loads, ())
-        if orders.stores:
-            self._announce(self._store_steps, (), self._requests(orders.stores))
+        # Without any, too: what a step has begun that never ended is given up.
+        self._loads = self._requests(orders.loads)
+        self._announce(self._load_steps, self._loads, ())
+        self._announce(self._store_steps, (), self._requests(orders.stores))
 
     def look_up(self) -> None:
         """Let the first layers of all loads set out; vLLM may still clear the blocks that they go to."""
-        if not (self._loads_ended or self._is_looked_up):
-            self._is_looked_up = True
-            self._wait_for_stores()
+        # Not where chunks are still on their way to host memory: that wait is for later.
+        if not self._loads_ended and not self._loads_are_on_their_way():
             self._load_steps.look_up()
 
     def start_load(self) -> None:
         """Queue the first layer of all loads."""
-        self.look_up()
         if not self._loads_ended:
+            self._wait_for_stores()
             self._load_steps.start_load_kv()
 
     def wait_for_layer(self, name: str) -> None:
@@ -167,9 +165,12 @@ class WorkerSide:
 
     def _wait_for_stores(self) -> None:
         """Let chunks arrive in host memory that the scheduler was told of ahead."""
-        coming = self._presence.on_its_way
-        if coming and any(not coming.isdisjoint(self._keys(move)) for move in self._orders.loads):
+        if self._loads_are_on_their_way():
             self.engine.parts().completions.wait_idle(self.engine.config.load_timeout_s)
+
+    def _loads_are_on_their_way(self) -> bool:
+        coming = self._presence.on_its_way
+        return bool(coming) and any(not coming.isdisjoint(self._keys(move)) for move in self._orders.loads)
 
     def _end_loads(self) -> None:
         if self._loads_ended:
@@ -206,9 +207,9 @@ class WorkerSide:
         return self._store_steps.wait_for_save().stored
 
     def _take_over_keys(self, move: Move) -> None:
-        own = move.keys[self.info.rank] if self.info.rank < len(move.keys) else []
-        if own and own[0].namespace == self.engine.namespace:
-            self.engine.remember(move.tokens, move.salts, own)
+        namespace, hashes = move.keys[self.info.rank] if self.info.rank < len(move.keys) else ("", b"")
+        if namespace == self.engine.namespace:
+            self.engine.remember(move.tokens, move.salts, unpacked(namespace, hashes))
 
     def _keys(self, move: Move) -> list[ChunkKey]:
         # As the engine has them: they are hashed once.

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from integrations.vllm.scripted import BLOCK, CHUNK, RankOfModel
+from integrations.vllm.scripted import BLOCK, CHUNK, LAYERS, RankOfModel
+from oracle import held_completions, require_rest
 
 from lwkv import key_memo
-from lwkv.integrations.vllm.orders import Move, StepOrders
-from lwkv.keys import ChunkKey, chunk_keys
+from lwkv.integrations.vllm.orders import Move, StepOrders, packed
+from lwkv.keys import chunk_keys
 
 
-def move(keys: list[list[ChunkKey]]) -> Move:
+def move(keys: list[tuple[str, bytes]]) -> Move:
     tokens = np.arange(2 * CHUNK)
     return Move(tokens, ("salt",), np.arange(1, 1 + len(tokens) // BLOCK), 0, len(tokens), keys)
 
@@ -20,7 +19,7 @@ def test_keys_that_come_with_the_orders_are_not_made_again(monkeypatch: pytest.M
     rank = RankOfModel(0, 1, 16, 8, {})
     keys = chunk_keys(range(2 * CHUNK), CHUNK, rank.engine.namespace, ["salt"])
     monkeypatch.setattr(key_memo, "chunk_keys", None)
-    rank.worker.begin(StepOrders(1, 0, [], [move([keys])]))
+    rank.worker.begin(StepOrders(1, 0, [], [move([packed(keys)])]))
     assert rank.engine.keys(range(2 * CHUNK), ["salt"]) == keys
     rank.worker.close()
 
@@ -28,7 +27,45 @@ def test_keys_that_come_with_the_orders_are_not_made_again(monkeypatch: pytest.M
 def test_keys_of_another_namespace_or_number_are_not_taken_over() -> None:
     rank = RankOfModel(0, 1, 16, 8, {})
     keys = chunk_keys(range(2 * CHUNK), CHUNK, rank.engine.namespace, ["salt"])
-    for wrong in ([key._replace(namespace="other") for key in keys], keys[:1], []):
-        rank.worker.begin(StepOrders(1, 0, [], [replace(move([]), keys=[wrong])]))
+    hashes = packed(keys)[1]
+    for wrong in ([("other", hashes)], [packed(keys[:1])], [(rank.engine.namespace, b"")], []):
+        rank.worker.begin(StepOrders(1, 0, [], [move(wrong)]))
         assert rank.engine.keys(range(2 * CHUNK), ["salt"]) == keys
+    rank.worker.close()
+
+
+def run(rank: RankOfModel, orders: StepOrders) -> None:
+    rank.worker.begin(orders)
+    rank.worker.start_load()
+    for layer in range(LAYERS):
+        rank.worker.wait_for_layer(f"layers.{layer}")
+        rank.worker.save_layer(f"layers.{layer}")
+    rank.worker.end()
+    rank.worker.report()
+
+
+def test_a_look_up_does_not_wait_for_chunks_that_are_being_stored() -> None:
+    rank = RankOfModel(0, 1, 16, 8, {})
+    with held_completions(rank.engine):
+        run(rank, StepOrders(1, 0, [], [move([])]))
+        rank.worker.begin(StepOrders(2, 1, [move([])], []))
+        rank.worker.look_up()
+        assert rank.engine.stats()["pins"] == 0, "nothing is looked up before it is there"
+    run(rank, StepOrders(2, 1, [move([])], []))
+    assert rank.worker.invalid_blocks() == set()
+    assert rank.engine.stats()["tokens_retrieved"] == 2 * CHUNK
+    rank.worker.close()
+
+
+def test_a_step_that_was_looked_up_and_never_ended_is_given_up_by_the_next() -> None:
+    rank = RankOfModel(0, 1, 16, 8, {})
+    run(rank, StepOrders(1, 0, [], [move([])]))
+    assert rank.engine.flush()
+    rank.worker.report()
+    rank.worker.begin(StepOrders(2, 1, [move([])], []))
+    rank.worker.look_up()
+    assert rank.engine.stats()["pins"] > 0
+    rank.worker.begin(StepOrders(3, 1, [], []))
+    assert rank.engine.flush()
+    require_rest(rank.engine)
     rank.worker.close()
