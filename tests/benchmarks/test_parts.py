@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
 
 from lwkv.benchmarks.bed import LAYOUTS, Bed
 from lwkv.benchmarks.bench import Bench
@@ -84,12 +83,18 @@ def test_moves_are_checked_and_compared_with_the_ceiling_of_the_run(bench: Bench
 def test_a_wrong_byte_is_found_and_is_a_fault(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = type(choose_kernels(bench.platform))
 
-    def scatter(self: Any, layer: Any, staging: torch.Tensor, rows: Any) -> None:
-        scatter_rightly(self, layer, staging, rows)
-        layer.k[0] = 0
+    def move_all_but_the_first(self: Any, scatter: bool, layers: Any, *rest: Any) -> None:
+        if not scatter or layers[0] is not first[0]:
+            move_rightly(self, scatter, layers, *rest)
 
-    scatter_rightly = kernels.scatter
-    monkeypatch.setattr(kernels, "scatter", scatter)
+    def introduce(self: Any, layers: Any) -> None:
+        first[:] = layers[:1]
+        introduce_rightly(self, layers)
+
+    first: list[Any] = []
+    move_rightly, introduce_rightly = kernels.move_layers, kernels.introduce
+    monkeypatch.setattr(kernels, "move_layers", move_all_but_the_first)
+    monkeypatch.setattr(kernels, "introduce", introduce)
     for measure in (measure_moves, measure_sweep, measure_throttled):
         found = measure(bench)
         assert list(found.faults())

@@ -20,7 +20,8 @@ TESTS = Path(__file__).parents[1]
 
 def run_writers(work: str, folder: Path, rounds: int = 1, writers: int = 1) -> list[tuple[int, int]]:
     """What each check found: leftovers that it removed, and whole chunks."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    others = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), *others])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     script = str(TESTS / "storage" / "disk_crashes.py")
     done = subprocess.run(
