@@ -19,7 +19,7 @@ from lwkv.demo.blend_trial import Behind, Task, Trial
 from lwkv.reference import load_smollm2
 
 pytestmark = needs_smollm2
-NEEDLES = range(2)
+NEEDLES = range(4)
 HOPS = range(4)
 NUM_LAYERS = 30
 

@@ -37,7 +37,7 @@ def run_writers(work: str, folder: Path, rounds: int = 1, writers: int = 1) -> l
     return [(int(leftovers), int(chunks)) for leftovers, chunks in lines]
 
 
-@pytest.mark.parametrize(("rounds", "writers"), [(40, 1), (10, 2)])
+@pytest.mark.parametrize(("rounds", "writers"), [(100, 1), (20, 2)])
 def test_a_writer_that_is_killed_leaves_whole_chunks_and_no_byte_more(
     tmp_path: Path, rounds: int, writers: int
 ) -> None:
@@ -48,7 +48,7 @@ def test_a_writer_that_is_killed_leaves_whole_chunks_and_no_byte_more(
 
 
 def test_processes_that_write_the_same_chunks_leave_each_of_them_once(tmp_path: Path) -> None:
-    assert run_writers("together", tmp_path, rounds=5, writers=3) == [(0, 6)] * 5
+    assert run_writers("together", tmp_path, rounds=10, writers=3) == [(0, 6)] * 10
 
 
 def test_a_system_that_refuses_large_files_loses_their_chunks_only(tmp_path: Path) -> None:
