@@ -178,10 +178,10 @@ class CacheEngine:
         """Load what is cached of one request, in num_layers + 2 steps on every path.
 
         Step 1 yields the number of tokens that will be loaded. Slots are written to behind what the current
-        stream holds at step 2. Step i + 2 queues layer i, if it is there, and
-        makes the current stream wait for layer i - 1, if `sync`; only there, and in the last step, the host
-        blocks for slow tiers. The last yields bool (tokens,) on the host, True for the tokens really
-        retrieved; the current stream waits for the last layer by then, and nothing is held any more. Closing
+        stream holds at step 2. Step i + 2 queues layer i, if it is there, and makes the current stream wait
+        for layer i - 1, if `sync`; only there, and in the last step, the host blocks for slow tiers. The last
+        yields bool (tokens,) on the host, True for the tokens really retrieved; the current stream waits for
+        the last layer by then, and nothing is held any more. Closing
         the generator early is safe. What fails is a miss, never an exception.
 
         Layers are counted as they are moved: entries that share their KV are one, and `connector.layer_of`

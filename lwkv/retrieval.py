@@ -13,7 +13,6 @@ import torch
 
 from lwkv.arrivals import Arrivals, Flags
 from lwkv.connectors.loader import Load
-from lwkv.connectors.plan import FIRST_LAYERS
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.platforms.protocol import Int64s
@@ -156,10 +155,8 @@ class BatchRetrieval:
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
         self._arrivals.ask_up_to(self._wanted + self._config.prefetch_layers)
-        if self._arrivals.known is not None:
-            ahead = self._connector.layers_ahead(load, self._wanted)
-        else:
-            ahead = self._config.lookahead_layers if self._wanted >= FIRST_LAYERS else 0
+        known = self._arrivals.known is not None
+        ahead = self._connector.layers_ahead(load, self._wanted, known)
         last = min(self._wanted + ahead, self.num_layers - 1)
         while self._queued <= last and self._arrivals.are_there(self._queued):
             self._queue_next(load)

@@ -404,7 +404,7 @@ def test_in_bulk_the_start_queues_and_waits_for_all_layers_and_the_end_saves_all
 
 def test_layer_by_layer_each_hook_moves_its_layer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(run.engine, monkeypatch)
-    monkeypatch.setattr(run.engine.connector, "layers_ahead", lambda load, layer: 0)
+    monkeypatch.setattr(run.engine.connector, "layers_ahead", lambda load, layer, known: 0)
     run.steps.begin(run.loads, run.stores)
     assert run.steps.look_up() == run.steps.start_load_kv()
     assert calls == [("load_layer", 0)]

@@ -13,7 +13,7 @@ from lwkv.connectors.buffered_load import BufferedLoad, Stopover, as_buffered, s
 from lwkv.connectors.buffers import memory_of, new_buffer
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
-from lwkv.connectors.plan import FIRST_LAYERS, Plan, Slice
+from lwkv.connectors.plan import Plan, Slice
 from lwkv.connectors.rope import Rope, Turn
 from lwkv.errors import LayoutError, RequestError
 from lwkv.paged_layer import PagedLayer
@@ -36,11 +36,9 @@ class BufferConnector(PagedConnector):
         """Layers in the buffer: those queued ahead, the one in use and the one arriving."""
         return self._config.lookahead_layers + 2
 
-    def layers_ahead(self, load: Load, layer: int) -> int:
-        if as_buffered(load).in_place:
-            return super().layers_ahead(load, layer)
-        # There is room for few layers: what is queued early makes the model wait for those before it.
-        return self._config.lookahead_layers if layer >= FIRST_LAYERS else 0
+    def layers_ahead(self, load: Load, layer: int, known: bool) -> int:
+        # In the buffer is room for few: what is queued early makes the model wait for the layers before it.
+        return super().layers_ahead(load, layer, known and as_buffered(load).in_place)
 
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
         """Raise LayoutError for opaque blocks, and for layers of different shapes."""
@@ -106,8 +104,6 @@ class BufferConnector(PagedConnector):
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         load = as_buffered(load)
         target = load.buffer(layer)
-        if load.arrived[layer] is not None:
-            return
         if layer >= len(load.buffers):
             self.wait_layer(load, layer - len(load.buffers))
             self._wait_for_buffer(load)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from lwkv.connectors.caches import Caches
-from lwkv.connectors.plan import Plan
-from lwkv.kernels import Kernels, Rows
-from lwkv.paged_layer import PagedLayer
+from lwkv.kernels import Kernels, Sharing
 from lwkv.platforms import Stream
 
 
@@ -19,21 +14,11 @@ class KernelQueue(Caches):
 
     kernels: Kernels
 
-    def _queue_move(
-        self,
-        stream: Stream,
-        plan: Plan,
-        layers: Sequence[PagedLayer],
-        staging: torch.Tensor,
-        rows: Rows,
-        *,
-        scatter: bool,
-    ) -> None:
-        """Queue what scatters rows of layers that share their staging, or gathers them."""
-        arguments = scatter, layers, staging, plan.layer_bytes(layers[0]), rows
+    def _queue_move(self, stream: Stream, sharing: Sharing, *, scatter: bool) -> None:
+        """Queue what scatters the rows of layers that share their staging, or gathers them."""
         handle = self.platform.launch_handle(stream) if self.kernels.takes_handles else None
         if handle is None:
-            self.platform.launch(stream, partial(self.kernels.move_layers, *arguments))
+            self.platform.launch(stream, partial(self.kernels.move_layers, scatter, sharing))
         else:
             # To make the stream the current one and back takes longer than the launch.
-            self.kernels.move_layers(*arguments, handle)
+            self.kernels.move_layers(scatter, sharing, handle)

@@ -14,6 +14,7 @@ import torch
 from lwkv.connectors.kernel_queue import KernelQueue
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan, Slice
+from lwkv.kernels import Sharing
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Event, Stream
 from lwkv.platforms.protocol import Int64s
@@ -140,7 +141,8 @@ class Loader(KernelQueue):
 
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
         """Queue what moves a slice, which has rows, from a staging buffer into `targets`."""
-        self._queue_move(load.lane.kernels, load.plan, targets, staging, part.rows, scatter=True)
+        sharing = Sharing(targets, staging, load.plan.layer_bytes(targets[0]), part.rows)
+        self._queue_move(load.lane.kernels, sharing, scatter=True)
 
     def _staged(
         self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s

@@ -8,11 +8,11 @@ import torch
 
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
-from lwkv.connectors.plan import Cut, Plan
+from lwkv.connectors.plan import FIRST_LAYERS, Cut, Plan
 from lwkv.connectors.saver import Save, Saver
 from lwkv.connectors.upload import Table, Uploads
 from lwkv.errors import ConfigError
-from lwkv.kernels import Rows, choose_kernels
+from lwkv.kernels import Rows, Sharing, choose_kernels
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool import HostPool
 from lwkv.timeline import Timeline
@@ -92,15 +92,15 @@ class PagedConnector(Loader, Saver):
         together = self._config.group_bytes // (self.page_bytes * transfer.num_chunks)
         return Save(lane, plan, max(1, together), sync)
 
-    def layers_ahead(self, load: Load, layer: int) -> int:
-        """How many layers behind `layer` are queued with it, where all pages of a load are known.
+    def layers_ahead(self, load: Load, layer: int, known: bool) -> int:
+        """How many layers behind `layer` are queued with it; `known` where all pages are in host memory.
 
-        More each time. The first copies are under way when the model is to be launched, which must not be
-        kept waiting; later its own code makes ours slow, and several in a row take little more than one. But
-        a driver whose queue is full makes the host wait.
+        The first copies are under way when the model is to be launched, which must not be kept waiting. Where
+        all are known, more each time: the model's own code makes ours slow, and several in a row take little
+        more than one. But a driver whose queue is full makes the host wait.
         """
-        if not self._config.lookahead_layers:
-            return 0
+        if not (known and self._config.lookahead_layers):
+            return self._config.lookahead_layers if layer >= FIRST_LAYERS else 0
         return min(1 << 2 * layer, max(8, MOST_COPIES // max(load.plan.num_slices, 1))) - 1
 
     def _buffer_bytes(self) -> int:
@@ -127,8 +127,8 @@ class PagedConnector(Loader, Saver):
             groups += [list(self.layers[:2])] * (self.num_layers > 1)
         for lane, scatter in ((self._load_lane, True), (self._save_lane, False)):
             for layers in groups:
-                move = partial(self.kernels.move_layers, scatter, layers, lane.buffers[0].memory, 0, rows)
-                self.platform.launch(lane.kernels, move)
+                sharing = Sharing(layers, lane.buffers[0].memory, 0, rows)
+                self.platform.launch(lane.kernels, partial(self.kernels.move_layers, scatter, sharing))
 
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lwkv.connectors.kernel_queue import KernelQueue
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
+from lwkv.kernels import Sharing
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
@@ -90,7 +91,8 @@ class Saver(KernelQueue):
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
         for number, part in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
-            self._queue_move(lane.kernels, save.plan, sources, buffer.memory, part.rows, scatter=False)
+            sharing = Sharing(sources, buffer.memory, save.plan.layer_bytes(sources[0]), part.rows)
+            self._queue_move(lane.kernels, sharing, scatter=False)
             lane.mark_filled(buffer)
             save.before, save.last = save.last, buffer
             lane.pass_on(buffer)

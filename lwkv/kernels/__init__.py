@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lwkv.kernels.protocol import Kernels, Rows
+from lwkv.kernels.protocol import Kernels, Rows, Sharing
 from lwkv.kernels.torch_kernels import TorchKernels
 from lwkv.platforms.protocol import Platform
 
-__all__ = ["Kernels", "Rows", "TorchKernels", "choose_kernels"]
+__all__ = ["Kernels", "Rows", "Sharing", "TorchKernels", "choose_kernels"]
 
 
 def choose_kernels(platform: Platform) -> Kernels:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,23 @@ class Rows:
     def addresses(self) -> tuple[int, int, int]:
         """Where the three begin, for native calls."""
         return self.slots.data_ptr(), self.k_rows.data_ptr(), self.v_rows.data_ptr()
+
+
+class Sharing(NamedTuple):
+    """Layers that share a staging buffer, and the rows that are moved of each.
+
+    Layer i has its staging from byte `i * layer_bytes` on, a multiple of 16 where there are several.
+    """
+
+    layers: Sequence[PagedLayer]
+    staging: Tensor
+    layer_bytes: int
+    rows: Rows
+
+    def parts(self) -> Iterator[tuple[PagedLayer, Tensor]]:
+        """Each layer with its staging."""
+        for number, layer in enumerate(self.layers):
+            yield layer, self.staging[number * self.layer_bytes :] if number else self.staging
 
 
 class Kernels(Protocol):
@@ -54,18 +71,8 @@ class Kernels(Protocol):
     def introduce(self, layers: Sequence[PagedLayer]) -> None:
         """Make ready for calls that move neighbours among `layers` together, all of one `form`."""
 
-    def move_layers(
-        self,
-        scatter: bool,
-        layers: Sequence[PagedLayer],
-        staging: Tensor,
-        layer_bytes: int,
-        rows: Rows,
-        handle: int | None = None,
-    ) -> None:
+    def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
         """Scatter or gather neighbours among the layers that were introduced, in order; or any single one.
-
-        Layer i has its staging from byte `i * layer_bytes` on, a multiple of 16 where there are several.
 
         Args:
             handle: of the stream, where `takes_handles`; None for the current one.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lwkv.kernels.protocol import Rows
+from lwkv.kernels.protocol import Rows, Sharing
 from lwkv.kernels.rotation import check_rotatable, rotate
 from lwkv.paged_layer import PagedLayer
 
@@ -36,18 +36,10 @@ class TorchKernels:
     def introduce(self, layers: Sequence[PagedLayer]) -> None:
         pass
 
-    def move_layers(
-        self,
-        scatter: bool,
-        layers: Sequence[PagedLayer],
-        staging: Tensor,
-        layer_bytes: int,
-        rows: Rows,
-        handle: int | None = None,
-    ) -> None:
+    def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
         move = self.scatter if scatter else self.gather
-        for number, layer in enumerate(layers):
-            move(layer, staging[number * layer_bytes :], rows)
+        for layer, staging in sharing.parts():
+            move(layer, staging, sharing.rows)
 
     @torch.inference_mode()
     def scatter_rotated(

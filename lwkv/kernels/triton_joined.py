@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
-from torch import Tensor
 
 from lwkv.kernels import triton_source
-from lwkv.kernels.protocol import Rows
+from lwkv.kernels.protocol import Sharing
 from lwkv.kernels.triton_launch import compiled_kernel, tile
 from lwkv.paged_layer import PagedLayer
 
@@ -44,16 +43,9 @@ class JoinedLayers:
         self._types = WORDS[self._word_bytes], 16 if aligned else self._word_bytes
         self._compiled: dict[bool, Any] = {}
 
-    def move(
-        self,
-        scatter: bool,
-        layers: Sequence[PagedLayer],
-        staging: Tensor,
-        layer_bytes: int,
-        rows: Rows,
-        handle: int | None,
-    ) -> None:
+    def move(self, scatter: bool, sharing: Sharing, handle: int | None) -> None:
         """Scatter or gather; staging begins at a multiple of 16, and so does every layer's part of it."""
+        layers, staging, layer_bytes, rows = sharing
         count = rows.slots.shape[0]
         numbers = (
             *(count, self._num_rows, layer_bytes // self._row_bytes, layer_bytes // self._word_bytes),

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from lwkv.kernels import triton_rotation, triton_source
-from lwkv.kernels.protocol import Rows
+from lwkv.kernels.protocol import Rows, Sharing
 from lwkv.kernels.rotation import check_rotatable
 from lwkv.kernels.triton_joined import JoinedLayers
 from lwkv.kernels.triton_launch import Key, Launch, is_callable_compiled
@@ -31,30 +31,20 @@ class TritonKernels:
         self._joined: JoinedLayers | None = None
 
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._find(layer, ("scatter", staging.data_ptr() % 16), _make_move)(staging, rows, None)
+        self._move(True, layer, staging, rows, None)
 
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._find(layer, ("gather", staging.data_ptr() % 16), _make_move)(staging, rows, None)
+        self._move(False, layer, staging, rows, None)
 
     def introduce(self, layers: Sequence[PagedLayer]) -> None:
         self._joined = JoinedLayers(layers) if self.takes_handles else None
 
-    def move_layers(
-        self,
-        scatter: bool,
-        layers: Sequence[PagedLayer],
-        staging: Tensor,
-        layer_bytes: int,
-        rows: Rows,
-        handle: int | None = None,
-    ) -> None:
-        if self._joined is not None and len(layers) > 1:
-            self._joined.move(scatter, layers, staging, layer_bytes, rows, handle)
+    def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
+        if self._joined is not None and len(sharing.layers) > 1:
+            self._joined.move(scatter, sharing, handle)
             return
-        for number, layer in enumerate(layers):
-            memory = staging[number * layer_bytes :] if number else staging
-            key = "scatter" if scatter else "gather", memory.data_ptr() % 16
-            self._find(layer, key, _make_move)(memory, rows, handle)
+        for layer, staging in sharing.parts():
+            self._move(scatter, layer, staging, sharing.rows, handle)
 
     def scatter_rotated(
         self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
@@ -62,6 +52,11 @@ class TritonKernels:
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
         self._find(layer, key, _make_rotated)(staging, rows, None, cos, sin)
+
+    def _move(
+        self, scatter: bool, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None
+    ) -> None:
+        self._find(layer, (scatter, staging.data_ptr() % 16), _make_move)(staging, rows, handle)
 
     def _find(
         self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key, dict[Key, Any]], Launch]
@@ -78,7 +73,7 @@ class TritonKernels:
 def _make_move(layer: PagedLayer, key: Key, compiled: dict[Key, Any]) -> Launch:
     k, v = layer.words
     across = layer.row_bytes // k.element_size()
-    views, constants = (k, k if v is None else v), (key[0] == "scatter",)
+    views, constants = (k, k if v is None else v), (key[0],)
     return Launch(triton_source.move, layer, views, across, constants, key, compiled)
 
 

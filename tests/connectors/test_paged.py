@@ -313,7 +313,7 @@ def test_loads_that_take_turns_overwrite_each_other_s_staging_and_notice(
     oracle, count = make_oracle("vllm_2bnhd", layers=9, blocks=40), 8 * chunks
     prompts = [list(range(start, start + count)) for start in (100, 500)]
     with oracle.engine(8, staging_bytes=4 * 6 * oracle.page_bytes(8)) as engine:
-        monkeypatch.setattr(engine.connector, "layers_ahead", lambda load, layer: 0)
+        monkeypatch.setattr(engine.connector, "layers_ahead", lambda load, layer, known: 0)
         for tokens in prompts:
             store(oracle, engine, tokens, run_slots(0, count))
         slots = [run_slots(32 + 32 * i, count) for i in range(len(prompts))]
