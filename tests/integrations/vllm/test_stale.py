@@ -60,25 +60,27 @@ def assert_right_from_the_cache(engine: Scripted, *prompts: Sequence[int]) -> No
     engine.close()
 
 
-@pytest.mark.parametrize("fail", [evict_before_the_load, fail_on_the_device])
-@pytest.mark.parametrize("most", [5, 7, 8, 64])
-def test_nothing_wrong_is_found_where_two_requests_share_a_load_that_failed(fail: Any, most: int) -> None:
+def engine_with_a_failed_load(fail: Any, most: int) -> Scripted:
+    """Two requests have run that shared it: one computed again what was lost, the other ran on."""
     engine = engine_of(most=most)
     fail(engine)
     engine.add(ScriptedRequest("computes again", ONE, 1))
     engine.add(ScriptedRequest("runs on", OTHER, 1))
     engine.run()
+    return engine
+
+
+@pytest.mark.parametrize("fail", [evict_before_the_load, fail_on_the_device])
+@pytest.mark.parametrize("most", [5, 7, 8, 64])
+def test_nothing_wrong_is_found_where_two_requests_share_a_load_that_failed(fail: Any, most: int) -> None:
+    engine = engine_with_a_failed_load(fail, most)
     assert_right_from_the_cache(engine, [*SHARED, 1, 2, 3], ONE, OTHER, [*OTHER, 4, 5])
 
 
 @pytest.mark.parametrize("fail", [evict_before_the_load, fail_on_the_device])
 @pytest.mark.parametrize("most", [7, 8])
 def test_what_comes_upon_blocks_that_were_computed_on_garbage_is_not_stored(fail: Any, most: int) -> None:
-    engine = engine_of(most=most)
-    fail(engine)
-    engine.add(ScriptedRequest("computes again", ONE, 1))
-    engine.add(ScriptedRequest("runs on", OTHER, 1))
-    engine.run()
+    engine = engine_with_a_failed_load(fail, most)
     longer = [*OTHER, *range(600, 609)]
     engine.add(ScriptedRequest("upon that", longer, 1))
     engine.run()
