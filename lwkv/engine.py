@@ -20,20 +20,22 @@ from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import ClosedError
 from lwkv.key_memo import KeyMemo
-from lwkv.keys import ChunkKey, as_token_ids, make_namespace
+from lwkv.keys import ChunkKey, as_salts
 from lwkv.log_level import follow_log_level
 from lwkv.metadata import CacheMetadata
 from lwkv.metrics import prometheus_text
+from lwkv.namespace import make_namespace
 from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
 from lwkv.pool import HostPool
 from lwkv.registered import Registration
-from lwkv.request import CheckedRequest, Chunking, Request, as_salts, check_loads, check_stores
+from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval
 from lwkv.storage import StorageManager, Tier, TierSetup
 from lwkv.storage.tiers import open_tiers
 from lwkv.storing import BatchStoring
 from lwkv.timeline import Timeline
+from lwkv.token_ids import as_token_ids
 
 __all__ = ["CacheEngine", "Request"]
 
@@ -141,8 +143,7 @@ class CacheEngine:
 
     def keys(self, tokens: Any, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The key of every chunk of `tokens`, which is not the caller's to change. Raises as `lookup`."""
-        ids = as_token_ids(tokens)
-        return self._memo.keys(ids[: int(self._chunking.chunk_tokens(len(ids)).sum())], as_salts(salts))
+        return self._memo.keys(as_token_ids(tokens), as_salts(salts))
 
     def remember(self, tokens: Any, salts: tuple[str, ...], keys: list[ChunkKey]) -> None:
         """Take over the keys of all chunks of `tokens`, made for this namespace: they are not made again.
@@ -150,9 +151,7 @@ class CacheEngine:
         Args:
             tokens: int64 array, (tokens,); neither it nor the list may change any more.
         """
-        counts = self._chunking.chunk_tokens(len(tokens))
-        if len(keys) == len(counts):
-            self._memo.remember(tokens[: int(counts.sum())], salts, keys)
+        self._memo.remember(tokens, salts, keys)
 
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
         """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
@@ -162,8 +161,8 @@ class CacheEngine:
         """
         self._require_open()
         ids = as_token_ids(tokens)
-        counts, keys = self._chunking.chunk_tokens(len(ids)), self.keys(ids, salts)
-        return int(counts[: self._storage.lookup(keys)].sum())
+        found = self._storage.lookup(self.keys(ids, salts))
+        return min(found * self.config.chunk_size, self._chunking.covered(len(ids)))
 
     def retrieve_layer(
         self,

@@ -20,8 +20,8 @@ Mark: TypeAlias = "tuple[int, tuple[str, ...], bytes, bytes]"
 class KeyMemo:
     """The keys of a namespace; those of the last prompts are made once. Thread-safe.
 
-    Comparing 8192 ids costs a tenth of hashing them. Prompts of one length with the same ids here and there
-    take each other's place.
+    Ids are int64 (tokens,); those that are in no chunk do not matter. Comparing 8192 of them costs a tenth of
+    hashing them. Prompts of one length with the same ids here and there take each other's place.
     """
 
     def __init__(self, namespace: str, chunking: Chunking) -> None:
@@ -31,18 +31,24 @@ class KeyMemo:
         self._lock = threading.Lock()
 
     def keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
-        """The keys of `ids`, int64 (tokens,), and `salts`; the list is not the caller's to change."""
+        """The key of every chunk of `ids`; the list is not the caller's to change."""
+        ids = self._in_chunks(ids)
         with self._lock:
             known_ids, keys = self._recent.get(_mark(ids, salts), (None, []))
         if known_ids is not None and np.array_equal(known_ids, ids):
             return keys
-        size, partial = self._chunking.chunk_size, self._chunking.partial
-        keys = chunk_keys(ids, size, self._namespace, salts, partial)
+        keys = chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, True)
         self.remember(ids.copy(), salts, keys)
         return keys
 
     def remember(self, ids: Int64s, salts: tuple[str, ...], keys: list[ChunkKey]) -> None:
-        """Take over keys that were made elsewhere, of this namespace; `ids` and `keys` must not change."""
+        """Take over keys that were made elsewhere, of this namespace, if there is one for every chunk.
+
+        Neither `ids` nor `keys` may change any more.
+        """
+        ids = self._in_chunks(ids)
+        if len(keys) != -(-len(ids) // self._chunking.chunk_size):
+            return
         mark = _mark(ids, salts)
         with self._lock:
             self._recent[mark] = ids, keys
@@ -52,7 +58,10 @@ class KeyMemo:
 
     def of(self, request: CheckedRequest) -> list[ChunkKey]:
         """The key of every chunk of a request."""
-        return self.keys(request.ids[: int(request.chunk_tokens.sum())], request.salts)
+        return self.keys(request.ids, request.salts)
+
+    def _in_chunks(self, ids: Int64s) -> Int64s:
+        return ids[: self._chunking.covered(len(ids))]
 
 
 def _mark(ids: Int64s, salts: tuple[str, ...]) -> Mark:

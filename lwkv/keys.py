@@ -11,21 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lwkv.errors import RequestError
-from lwkv.namespace import FORMAT_VERSION, encode, make_namespace
+from lwkv.namespace import encode
 from lwkv.token_ids import TokenIds, as_token_ids
-
-__all__ = [
-    "FORMAT_VERSION",
-    "HASH_BYTES",
-    "ChunkKey",
-    "LayerKey",
-    "as_token_ids",
-    "chunk_keys",
-    "make_namespace",
-]
 
 HASH_BYTES = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -86,7 +76,7 @@ def chunk_keys(
             hashes and offsets of multimodal parts.
 
     Raises:
-        RequestError: wrong tokens, `chunk_size` not above 0, or salts that are no sequence of texts.
+        RequestError: wrong tokens, `chunk_size` not above 0, or salts that are no list or tuple of texts.
     """
     if chunk_size < 1:
         raise RequestError(f"chunk_size: got {chunk_size}; allowed: 1 or more")
@@ -101,12 +91,18 @@ def chunk_keys(
     return keys
 
 
+def as_salts(salts: Any) -> tuple[str, ...]:
+    """Give salts as they are compared. Raises RequestError for anything but a list or tuple of texts."""
+    # A text is a sequence of texts too, and never meant as one.
+    if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
+        raise RequestError(f"salts: got {salts!r}; allowed: a list or tuple of texts")
+    return tuple(salts)
+
+
 def _chunk_hash(parent: bytes, ids: memoryview) -> bytes:
     return blake2b(b"".join((parent, ids)), digest_size=HASH_BYTES, person=b"lwkv chunk").digest()
 
 
 def _root_hash(namespace: str, chunk_size: int, salts: Sequence[str]) -> bytes:
-    if isinstance(salts, str) or not all(isinstance(salt, str) for salt in salts):
-        raise RequestError(f"salts: got {salts!r}; allowed: a list or tuple of texts")
-    root = encode([namespace, str(chunk_size), *salts])
+    root = encode([namespace, str(chunk_size), *as_salts(salts)])
     return blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()

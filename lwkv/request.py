@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from lwkv.errors import RequestError
+from lwkv.keys import as_salts
 from lwkv.platforms.protocol import Int64s
 from lwkv.slots import check_slots
 from lwkv.token_ids import as_token_ids
@@ -38,7 +39,8 @@ class Request:
 class Chunking(NamedTuple):
     """How tokens are cut into chunks.
 
-    `chunk_size` tokens each; a smaller last one counts if `partial`, cut down to a multiple of `unit` tokens.
+    `chunk_size` tokens each; a smaller last one counts if `partial`, cut down to a multiple of `unit` tokens,
+    which `chunk_size` is too.
     """
 
     chunk_size: int
@@ -47,9 +49,13 @@ class Chunking(NamedTuple):
 
     def chunk_tokens(self, num_tokens: int) -> Int64s:
         """Tokens of each chunk, int64 (chunks,)."""
-        full, rest = divmod(num_tokens, self.chunk_size)
-        rest -= rest % self.unit
-        return np.array([self.chunk_size] * full + [rest] * (self.partial and rest > 0), np.int64)
+        full, rest = divmod(self.covered(num_tokens), self.chunk_size)
+        return np.array([self.chunk_size] * full + [rest] * (rest > 0), np.int64)
+
+    def covered(self, num_tokens: int) -> int:
+        """Tokens of all chunks together."""
+        rest = num_tokens % self.chunk_size
+        return num_tokens - (rest % self.unit if self.partial else rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +159,3 @@ def _as_row(name: str, values: Any, num_tokens: int, kinds: str, words: str) -> 
             f"{name} is {row.dtype} {row.shape}; it must be {words}, one for each of the {num_tokens} tokens"
         )
     return row
-
-
-def as_salts(salts: Any) -> tuple[str, ...]:
-    """Give salts as they are compared. Raises RequestError for anything but a list or tuple of texts."""
-    # A text is a sequence of texts too, and never meant as one.
-    if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
-        raise RequestError(f"salts are {salts!r}; they must be a list or tuple of texts")
-    return tuple(salts)

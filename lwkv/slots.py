@@ -9,7 +9,7 @@ import numpy as np
 
 from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
-from lwkv.transfer import NO_SLOT
+from lwkv.transfer import NO_SLOT, joined
 
 if TYPE_CHECKING:
     from lwkv.request import CheckedRequest
@@ -22,25 +22,19 @@ def check_slots(requests: Sequence[CheckedRequest], num_slots: int) -> None:
         RequestError: a slot out of range; one given to two tokens of a request, or of two requests, unless
             it is the same token after the same prefix, under the same salts.
     """
-    slots = requests[0].slots if len(requests) == 1 else _joined([request.slots for request in requests])
-    repeated = _repeated_slot(slots, num_slots)
-    if repeated is None:
-        return
-    for request in requests:
-        repeated = _repeated_slot(request.slots, num_slots)
-        if repeated is not None:
-            raise RequestError(f"slot {repeated} is given to two tokens of a request; each needs its own")
-    _refuse_contradictions(requests, slots)
+    slots = joined([request.slots for request in requests])
+    if _are_repeated(slots, num_slots):
+        _refuse_contradictions(requests, slots)
 
 
 def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) -> None:
-    """Raise RequestError for a slot that two requests share, but not the prefix that ends there.
+    """Raise RequestError for a slot of two tokens, unless they are one: at the end of the same prefix.
 
     Only neighbours in the order of slots are compared: sharing a prefix is transitive.
     """
     lengths = [len(request.slots) for request in requests]
     owners = np.repeat(np.arange(len(requests)), lengths)
-    places = _joined([np.arange(length) for length in lengths])
+    places = joined([np.arange(length) for length in lengths])
     order = np.argsort(slots, kind="stable")
     order = order[slots[order] != NO_SLOT]
     before, after = order[:-1], order[1:]
@@ -52,8 +46,8 @@ def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) ->
     wrong = (places[before] != places[after]) | (places[before] >= same[number.reshape(-1)])
     if wrong.any():
         raise RequestError(
-            f"slot {slots[before[wrong.argmax()]]} is given to two tokens: requests of a batch may share the "
-            "slots of a prefix that is the same in both, and no others"
+            f"slot {slots[before[wrong.argmax()]]} is given to two tokens of a request, or of two; each "
+            "needs its own, but requests of a batch may share the slots of a prefix that is the same in both"
         )
 
 
@@ -65,12 +59,8 @@ def _common_prefix(one: CheckedRequest, other: CheckedRequest) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
-def _joined(parts: Sequence[Int64s]) -> Int64s:
-    return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-def _repeated_slot(slots: Int64s, num_slots: int) -> int | None:
-    """A slot that occurs twice, or None. Raises RequestError for a slot out of range.
+def _are_repeated(slots: Int64s, num_slots: int) -> bool:
+    """Whether any slot occurs twice. Raises RequestError for a slot out of range.
 
     Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
     after the one before has ended, firsts and lasts sorted by themselves.
@@ -78,7 +68,7 @@ def _repeated_slot(slots: Int64s, num_slots: int) -> int | None:
     if (slots == NO_SLOT).any():
         slots = slots[slots != NO_SLOT]
     if not len(slots):
-        return None
+        return False
     steps = np.zeros(len(slots), np.int64)
     np.subtract(slots[1:], slots[:-1], out=steps[1:])
     starts = (steps != 1).nonzero()[0]
@@ -91,5 +81,4 @@ def _repeated_slot(slots: Int64s, num_slots: int) -> int | None:
             raise RequestError(
                 f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
             )
-    repeated = (first[1:] <= last[:-1]).nonzero()[0]
-    return int(first[1:][repeated[0]]) if len(repeated) else None
+    return bool((first[1:] <= last[:-1]).any())

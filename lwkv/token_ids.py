@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 
 from lwkv.errors import RequestError
+from lwkv.platforms.protocol import Int64s
 
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"
-Int64s: TypeAlias = npt.NDArray[np.int64]
 
 _ALLOWED = "a list, tuple, range, 1-D integer array, or 1-D int32 or int64 tensor of ids from 0 to 2**63 - 1"
 

@@ -23,6 +23,11 @@ class PageShape(NamedTuple):
     tokens_per_row: int
 
 
+def joined(parts: Sequence[Int64s]) -> Int64s:
+    """One array after the other, int64; the very same where there is only one."""
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Chunks of one or more requests, moved together in every layer.
@@ -38,13 +43,8 @@ class Transfer:
     @classmethod
     def join(cls, transfers: Sequence[Transfer]) -> Transfer:
         """One transfer that moves the chunks of several, in their order."""
-        if len(transfers) == 1:
-            return transfers[0]
-        empty = np.zeros(0, np.int64)
-        return cls(
-            np.concatenate([empty, *(transfer.chunk_tokens for transfer in transfers)]),
-            np.concatenate([empty, *(transfer.slots for transfer in transfers)]),
-        )
+        counts = joined([transfer.chunk_tokens for transfer in transfers])
+        return cls(counts, joined([transfer.slots for transfer in transfers]))
 
     @property
     def num_chunks(self) -> int:
@@ -52,9 +52,7 @@ class Transfer:
 
     def is_whole(self, chunk_size: int) -> bool:
         """Whether every chunk is full and every token of it moved."""
-        return bool((self.chunk_tokens == chunk_size).all()) and not (
-            len(self.slots) and self.slots.min() < 0
-        )
+        return bool((self.chunk_tokens == chunk_size).all() and (self.slots != NO_SLOT).all())
 
     def only(self, chunks: npt.NDArray[np.bool_]) -> Transfer:
         """The same without the chunks that are False, bool (chunks,)."""

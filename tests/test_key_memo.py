@@ -38,7 +38,7 @@ def test_a_rest_that_fills_no_chunk_has_a_key_where_these_count() -> None:
 
 
 def test_another_token_length_or_salt_is_another_prompt(memo: KeyMemo, made: list[Any]) -> None:
-    asked = [(np.arange(7), ()), (np.arange(6), ()), (np.arange(7)[::-1], ()), (np.arange(7), ("a",))]
+    asked = [(np.arange(9), ()), (np.arange(6), ()), (np.arange(9)[::-1], ()), (np.arange(9), ("a",))]
     for ids, salts in asked * 2:
         assert memo.keys(ids, salts) == chunk_keys(ids, 3, "model", salts)
     assert len(made) == 4

@@ -307,7 +307,7 @@ def test_an_engine_without_the_buffer_is_refused(shape: ModelShape, device: torc
         ({"segments": [(True, 5)]}, r"segment \(True, 5\) is no pair"),
         ({"segments": [3]}, "segment 3 is no pair"),
         ({"segments": 3}, "segments are 3; give a list"),
-        ({"salts": "lora"}, "salts are 'lora'"),
+        ({"salts": "lora"}, "salts: got 'lora'"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused(change: dict[str, Any], text: str, bench: Bench) -> None:

@@ -63,14 +63,14 @@ class Tracked:
         """For each rank the keys of all chunks of the first `num_tokens` tokens, and maybe of more."""
         if self._lacks(num_tokens) or not self._keys:
             self._ids = token_ids(self.request, num_tokens)
-            self._keys = index.keys(self._ids[: self._in_chunks(num_tokens)], self.salts)
+            self._keys = index.keys(self._ids[: self.chunking.covered(num_tokens)], self.salts)
         return self._keys
 
     def hit(self, index: ChunkIndex, block_size: int) -> int:
         """Leading tokens that can be loaded: whole blocks, and never all tokens: one must be computed."""
         num_tokens = int(self.request.num_tokens)
         cached = self._prefix(index, num_tokens) * self.chunking.chunk_size
-        usable = min(cached, self._in_chunks(num_tokens), num_tokens - 1)
+        usable = min(cached, self.chunking.covered(num_tokens), num_tokens - 1)
         return usable - usable % block_size
 
     def load(self, computed: int) -> Span:
@@ -78,7 +78,7 @@ class Tracked:
         first, self.to_load = computed - self.to_load, 0
         # The key of the last chunk stands for all of its tokens.
         whole = computed + -computed % self.chunking.chunk_size
-        return Span(first, computed, min(whole, self._in_chunks(int(self.request.num_tokens))))
+        return Span(first, computed, min(whole, self.chunking.covered(int(self.request.num_tokens))))
 
     def store(self, index: ChunkIndex, computed: int, in_place: int) -> Span | None:
         """The chunks that are whole with `in_place` tokens and not cached; None if there are none.
@@ -90,7 +90,7 @@ class Tracked:
         size = self.chunking.chunk_size
         if in_place < self.request.num_prompt_tokens:
             in_place -= in_place % size
-        end = self._in_chunks(in_place)
+        end = self.chunking.covered(in_place)
         whole = -(-end // size)
         begin = min(self.cared_for, computed // size)
         self.cared_for = max(begin, whole)
@@ -106,7 +106,7 @@ class Tracked:
     def is_settled(self, computed: int, in_place: int) -> bool:
         """Whether a step from `computed` to `in_place` tokens has nothing to load or to store anew."""
         done = min(self.cared_for, -(-computed // self.chunking.chunk_size)) * self.chunking.chunk_size
-        return not self.to_load and self.spoiled_from is None and done >= self._in_chunks(in_place)
+        return not self.to_load and self.spoiled_from is None and done >= self.chunking.covered(in_place)
 
     def move(self, index: ChunkIndex, span: Span, blocks: Sequence[int]) -> Move:
         """The order to move `span` into or out of `blocks`."""
@@ -126,8 +126,3 @@ class Tracked:
     def _lacks(self, num_tokens: int) -> bool:
         """Whether there are no keys for `num_tokens` tokens yet; the key of a rest is for just its tokens."""
         return len(self._ids) != num_tokens if self.chunking.partial else len(self._ids) < num_tokens
-
-    def _in_chunks(self, num_tokens: int) -> int:
-        """Those of the first `num_tokens` tokens that are in chunks; of a rest what can be moved."""
-        rest = num_tokens % self.chunking.chunk_size
-        return num_tokens - (rest % self.chunking.unit if self.chunking.partial else rest)
