@@ -9,9 +9,7 @@ import torch
 
 from lwkv.errors import ConfigError
 
-_NAMES = ("model", "revision", "rope")
-_BYTES = (torch.uint8, torch.int8)
-_COUNTS = ("num_layers", "num_kv_heads", "head_size", "tp_size", "pp_size")
+_BYTES = {torch.uint8, torch.int8}
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,20 @@ class CacheMetadata:
     pp_rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in _NAMES:
+        for name in ("model", "revision", "rope"):
             self._require(name, isinstance(getattr(self, name), str), "text")
         self._require("model", self.model != "", "the model's name")
-        for name in _COUNTS:
-            self._require(name, _is_whole(getattr(self, name), 1), "a whole number of 1 or more")
+        for name in ("num_layers", "num_kv_heads", "head_size", "tp_size", "pp_size"):
+            number = getattr(self, name)
+            self._require(name, type(number) is int and number >= 1, "a whole number of 1 or more")
         self._require("dtype", isinstance(self.dtype, torch.dtype), "a torch.dtype")
-        self._require(
-            "kv_dtype", isinstance(self.stored_dtype, torch.dtype), "a torch.dtype, or None for dtype"
-        )
+        self._require("kv_dtype", isinstance(self.stored_dtype, torch.dtype), "a torch.dtype, or None")
         self._require("use_mla", isinstance(self.use_mla, bool), "True or False")
         self._require("num_kv_heads", not self.use_mla or self.num_kv_heads == 1, "1 with use_mla")
-        self._require_rank("tp_rank", self.tp_size)
-        self._require_rank("pp_rank", self.pp_size)
+        for name, size in (("tp_rank", self.tp_size), ("pp_rank", self.pp_size)):
+            rank = getattr(self, name)
+            holds = type(rank) is int and 0 <= rank < size
+            self._require(name, holds, f"a whole number from 0 to {size - 1}")
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -74,28 +73,14 @@ class CacheMetadata:
         Raises:
             ConfigError: `kv_dtype` is of none of the layers, or is missing where one is of bytes.
         """
-        as_bytes = [dtype for dtype in dtypes if dtype in _BYTES]
-        names = ", ".join(dict.fromkeys(map(str, dtypes)))
-        if self.kv_dtype is None and as_bytes:
-            raise ConfigError(
-                f"CacheMetadata.kv_dtype: got None, but a cache is registered as {as_bytes[0]}; say what its "
-                f"bytes are, such as torch.float8_e4m3fn or torch.float8_e5m2, or {as_bytes[0]} itself"
-            )
-        if self.kv_dtype is not None and not as_bytes and self.kv_dtype not in dtypes:
-            raise ConfigError(
-                f"CacheMetadata.kv_dtype: got {self.kv_dtype}, but the caches are registered as {names}; "
-                "allowed: that, or None"
-            )
+        caches = f"the caches, registered as {', '.join(dict.fromkeys(map(str, dtypes)))}"
+        if _BYTES.isdisjoint(dtypes):
+            self._require("kv_dtype", self.kv_dtype in (None, *dtypes), f"None, or that of {caches}")
+        else:
+            told = f"what the bytes are of {caches}: torch.float8_e4m3fn, torch.float8_e5m2 or that itself"
+            self._require("kv_dtype", self.kv_dtype is not None, told)
         return replace(self, num_layers=len(dtypes), kv_dtype=self.kv_dtype or dtypes[0])
-
-    def _require_rank(self, name: str, size: int) -> None:
-        rank = getattr(self, name)
-        self._require(name, _is_whole(rank, 0) and rank < size, f"a whole number from 0 to {size - 1}")
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise ConfigError(f"CacheMetadata.{name}: got {getattr(self, name)!r}; allowed: {allowed}")
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

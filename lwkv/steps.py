@@ -11,6 +11,7 @@ import torch
 
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import DEVICE_FAILURES
+from lwkv.rarely import Rarely
 from lwkv.request import as_requests
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class LayerSteps:
 
     The hooks' `layer` is what the engine registered: the name of an entry of its KV caches, or the entry's
     position among all of them, entries that share the KV of another one included. Both mean the layer that
-    owns the KV. Any other is passed over, with one line in the log.
+    owns the KV. Any other is passed over, with a line in the log, one a minute at most.
 
     Args:
         layerwise: load and save layer by layer; False for in bulk, where `start_load_kv` queues all layers
@@ -58,7 +59,7 @@ class LayerSteps:
         self._num_layers = engine.num_layers
         self._layer_of = engine.connector.layer_of
         self._owners = _owners(self._layer_of)
-        self._told_unknown = False
+        self._rarely = Rarely(log)
         self._load: Generator[Any, None, None] | None = None
         self._store: Generator[None, None, None] | None = None
         self.begin((), ())
@@ -76,13 +77,12 @@ class LayerSteps:
             if unfinished is not None:
                 unfinished.close()
         self._load, self._store = load, store
-        self._loads = loads
         self._promised: list[int] = [0] * len(loads)
+        self._masks = [torch.zeros(len(load.tokens), dtype=torch.bool) for load in loads]
         self._loads_taken = 0
         self._stores_taken = 0
         self._computed: set[int] = set()
         self._missed_wait = False
-        self._masks: list[torch.Tensor] = []
         self._result: StepResult | None = None
 
     def look_up(self) -> list[int]:
@@ -90,14 +90,12 @@ class LayerSteps:
 
         For an engine that has some work to do before `start_load_kv`, such as clearing blocks.
         """
-        if self._load is not None and self._loads_taken == 0:
-            self._advance_load(1)
+        self._advance_load(1)
         return self._promised
 
     def start_load_kv(self) -> list[int]:
         """Queue the first layer of all loads, or in bulk all; return how many tokens of each will come."""
-        if self._load is not None and self._loads_taken < 2:
-            self._advance_load(2 if self._layerwise else self._num_layers + 2)
+        self._advance_load(2 if self._layerwise else self._num_layers + 2)
         return self._promised
 
     def wait_for_layer_load(self, layer: str | int) -> None:
@@ -110,8 +108,7 @@ class LayerSteps:
         """
         number = self._number(layer)
         if number is not None and self._load is not None:
-            self.start_load_kv()
-            self._advance_load(number + 3)
+            self._advance_load(number + 3 if self._layerwise else self._num_layers + 2)
 
     def save_kv_layer(self, layer: str | int) -> None:
         """Queue the save of `layer`, whose KV the current stream has been told to write.
@@ -134,41 +131,35 @@ class LayerSteps:
     def wait_for_save(self) -> StepResult:
         """End the step: queue what is left, and make the current stream wait for all that is in flight."""
         if self._result is None:
-            missed = self._missed_wait or not self._is_waited_for(self._num_layers - 1)
-            self.start_load_kv()
+            self._missed_wait |= not self._is_waited_for(self._num_layers - 1)
             self._advance_load(self._num_layers + 2)
-            if missed:
-                # Some layer computed without its load: whatever came of these tokens cannot be trusted.
-                self._masks = [torch.zeros_like(mask) for mask in self._masks]
-            self._result = StepResult(self._masks, self._end_store(self._all_loaded()))
+            self._result = StepResult(self._masks, self._end_store())
         return self._result
 
     def _number(self, layer: str | int) -> int | None:
         try:
             return self._layer_of[layer]
         except (KeyError, TypeError):  # TypeError: what cannot be a key
-            if not self._told_unknown:
-                log.warning(
-                    "no layer %r is registered: hooks of such layers do nothing; pass a name such as %r, or "
-                    "a position from 0 to %d, which counts every entry of the registered KV caches",
-                    *(layer, next(iter(self._layer_of)), len(self._layer_of) // 2 - 1),
-                )
-            self._told_unknown = True
+            self._rarely.warn(
+                "no layer %r is registered: hooks of such layers do nothing; pass a name such as %r, or "
+                "a position from 0 to %d, which counts every entry of the registered KV caches",
+                *(layer, next(iter(self._layer_of)), len(self._layer_of) // 2 - 1),
+            )
             return None
 
     def _is_waited_for(self, layer: int) -> bool:
-        return self._load is None or self._loads_taken >= min(layer + 3, self._num_layers + 2)
+        return self._load is None or self._loads_taken >= layer + 3
 
     def _advance_load(self, steps: int) -> None:
-        while self._load is not None and self._loads_taken < min(steps, self._num_layers + 2):
+        while self._load is not None and self._loads_taken < steps:
             item = self._next(self._load)
             self._loads_taken += 1
             if item is ENDED:
                 self._load = None
-                self._masks = [torch.zeros(len(load.tokens), dtype=torch.bool) for load in self._loads]
             elif self._loads_taken == 1:
                 self._promised = item
-            elif self._loads_taken == self._num_layers + 2:
+            elif self._loads_taken == self._num_layers + 2 and not self._missed_wait:
+                # Else some layer computed without its load: whatever came of it cannot be trusted.
                 self._masks = item
 
     def _next(self, steps: Generator[Any, None, None]) -> Any:
@@ -179,15 +170,15 @@ class LayerSteps:
             log.exception("a step's transfers have failed; they end here, and the model goes on without them")
             return ENDED
 
-    def _all_loaded(self) -> bool:
-        return all(int(mask.sum()) == count for mask, count in zip(self._masks, self._promised, strict=True))
-
-    def _end_store(self, valid: bool) -> bool:
+    def _end_store(self) -> bool:
+        """Hand the stores on, if all that was promised has been loaded, or give them up."""
         store, self._store = self._store, None
         if store is None:
             return False
-        left = range(self._stores_taken, self._num_layers + 1) if valid else ()
-        stored = valid and all(self._next(store) is not ENDED for _ in left)
+        pairs = zip(self._masks, self._promised, strict=True)
+        loaded = all(int(mask.sum()) == count for mask, count in pairs)
+        left = range(self._stores_taken, self._num_layers + 1)
+        stored = loaded and all(self._next(store) is not ENDED for _ in left)
         store.close()
         return stored
 
