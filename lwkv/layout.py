@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
 
 from torch import Tensor
 
 from lwkv.errors import LayoutError
 from lwkv.paged_layer import WORDS, KVSpec, PagedLayer
-from lwkv.registered import Registration, picture, place, read_registered
+from lwkv.registered import Registration, Tensors, picture, place, read_registered
 
 __all__ = ["LAYOUTS", "KVSpec", "Layout", "PagedLayer", "describe_layers"]
 
@@ -18,9 +18,6 @@ _AXES = (
     "2 is K, then V; B a block; N a token of the block; H a head; D an element of a head; 2D K's, then V's; "
     "slots are B and N in one"
 )
-_OPAQUE = "layout='opaque' together with opaque_tag= for blocks whose bytes need not be understood"
-
-Views: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +32,6 @@ class Layout:
     axes: str
     tensors: int = 1
     mla: bool = False
-
-    def has_axes(self, tensors: Sequence[Tensor], spec: KVSpec) -> bool:
-        """Whether there are as many tensors as in this layout, with as many axes."""
-        right = (self.mla, self.tensors, len(self.axes))
-        return right == (spec.use_mla, len(tensors), tensors[0].dim())
 
     def differences(self, tensor: Tensor, spec: KVSpec) -> list[str]:
         """What is wrong with the sizes of a tensor that has the axes of this layout, axis by axis."""
@@ -59,15 +51,14 @@ class Layout:
             found.append(f"{tensor.shape[0]} slots are no multiple of block_size, {spec.block_size}")
         return found
 
-    def views(self, tensors: Sequence[Tensor], spec: KVSpec) -> Views:
-        """K and V as [blocks, tokens, heads, elements], for tensors that fit."""
+    def views(self, tensors: Sequence[Tensor], spec: KVSpec) -> list[Tensor]:
+        """K and V, or the one there is with MLA, as [blocks, tokens, heads, elements]; for what fits."""
         if "2" in self.axes:
             tensors = tensors[0].unbind(self.axes.index("2"))
         elif "E" in self.axes:
             tensors = tensors[0][..., : spec.head_size], tensors[0][..., spec.head_size :]
         axes = self.axes.replace("2", "").replace("E", "D")
-        k, *v = (_to_bnhd(t, axes, spec.block_size) for t in tensors)
-        return k, v[0] if v else None
+        return [_to_bnhd(t, axes, spec.block_size) for t in tensors]
 
     def __str__(self) -> str:
         words = {"E": "2D", "S": "slots"}
@@ -111,45 +102,38 @@ def describe_layers(
         LayoutError: no layout fits, or several that differ; memory that overlaps itself, is not dense in its
             last dimension or lies elsewhere; a dtype, name or combination that is not supported.
     """
-    registered = read_registered(kvcaches)
-    _check_names(registered, spec, layout, opaque_tag)
-    return [
-        _describe(name, tensors, spec[name] if isinstance(spec, Mapping) else spec, layout, opaque_tag)
-        for name, tensors in registered.items()
-    ]
-
-
-def _describe(
-    name: str, tensors: tuple[Tensor, ...], spec: KVSpec, layout: str | None, tag: str | None
-) -> PagedLayer:
-    dtype = tensors[0].dtype
-    raw = [t.detach().view(WORDS[dtype.itemsize]) for t in tensors]
-    if layout == "opaque":
-        k, *v = (_block_rows(name, t) for t in raw)
-        shapes = "+".join("x".join(map(str, t.shape[1:])) for t in raw)
-        page_format = f"opaque:{shapes}:{spec.block_size}:{tag}"
-        return PagedLayer(name, dtype, k, v[0] if v else None, page_format, spec.block_size)
-    k, rest = _only_views(name, tensors, raw, spec, layout)
-    return PagedLayer(name, dtype, k, rest)
-
-
-def _only_views(
-    name: str, tensors: tuple[Tensor, ...], raw: list[Tensor], spec: KVSpec, layout: str | None
-) -> Views:
     known = [entry for entry in LAYOUTS if layout in (None, entry.name)]
-    differ = {entry: entry.differences(raw[0], spec) for entry in known if entry.has_axes(raw, spec)}
+    if not known and layout != "opaque":
+        names = [*dict.fromkeys(entry.name for entry in LAYOUTS), "opaque"]
+        raise LayoutError(f"no layout {layout!r}; there are {', '.join(names)}")
+    if (layout == "opaque") != (opaque_tag is not None):
+        raise LayoutError(f"layout='opaque' and opaque_tag= go together, got {layout!r} and {opaque_tag!r}")
+    registered = read_registered(kvcaches)
+    specs = spec if isinstance(spec, Mapping) else dict.fromkeys(registered, spec)
+    if missing := [name for name in registered if name not in specs]:
+        raise LayoutError(f"no spec for layers {missing}; give each layer its own, or one KVSpec for all")
+    describe = partial(_canonical, known=known) if known else partial(_opaque, tag=opaque_tag)
+    return [describe(name, tensors, specs[name]) for name, tensors in registered.items()]
+
+
+def _canonical(name: str, tensors: Tensors, spec: KVSpec, known: Sequence[Layout]) -> PagedLayer:
+    raw = _integers(tensors)
+    right = (spec.use_mla, len(raw), raw[0].dim())
+    alike = [entry for entry in known if (entry.mla, entry.tensors, len(entry.axes)) == right]
+    differ = {entry: entry.differences(raw[0], spec) for entry in alike}
     fitting = [entry for entry, differences in differ.items() if not differences]
     views = [entry.views(raw, spec) for entry in fitting]
-    found = {(place(k), None if v is None else place(v)): (k, v) for k, v in views}
+    found = {tuple(map(place, view)): view for view in views}
     if len(found) == 1:
-        return found.popitem()[1]
+        return PagedLayer(name, tensors[0].dtype, *found.popitem()[1])
+    told = f"{picture(name, tensors)} with {spec}"
     if fitting:
-        says = f"can be any of {'; '.join(map(str, fitting))}: declare which with layout="
-    else:
-        names = "; ".join(map(str, known))
-        says = f"is not {names}: correct the spec or the layout, or declare {_OPAQUE}"
+        names = "; ".join(map(str, fitting))
+        raise LayoutError(f"{told} can be any of {names}: declare which with layout=. {_AXES}")
+    names = "; ".join(map(str, known))
     raise LayoutError(
-        f"{'' if fitting else _nearest(name, differ)}{picture(name, tensors)} with {spec} {says}. {_AXES}"
+        f"{_nearest(name, differ)}{told} is not {names}: correct the spec or the layout, "
+        f"or declare layout='opaque' and opaque_tag= for blocks whose bytes need not be understood. {_AXES}"
     )
 
 
@@ -159,6 +143,13 @@ def _nearest(name: str, differ: Mapping[Layout, list[str]]) -> str:
     if nearest is None:
         return ""
     return f"layer {name!r} is nearest to {nearest}, but {' and '.join(differ[nearest])}. In full: "
+
+
+def _opaque(name: str, tensors: Tensors, spec: KVSpec, tag: str | None) -> PagedLayer:
+    rows = [_block_rows(name, t) for t in _integers(tensors)]
+    shapes = "+".join("x".join(map(str, t.shape[1:])) for t in tensors)
+    page_format = f"opaque:{shapes}:{spec.block_size}:{tag}"
+    return PagedLayer(name, tensors[0].dtype, *rows, page_format=page_format, tokens_per_row=spec.block_size)
 
 
 def _block_rows(name: str, blocks: Tensor) -> Tensor:
@@ -179,13 +170,5 @@ def _to_bnhd(t: Tensor, axes: str, block_size: int) -> Tensor:
     return t.permute(*(axes.index(axis) for axis in "BNHD"))
 
 
-def _check_names(
-    named: Mapping[str, object], spec: KVSpec | Mapping[str, KVSpec], layout: str | None, tag: str | None
-) -> None:
-    names = [*dict.fromkeys(entry.name for entry in LAYOUTS), "opaque"]
-    if layout is not None and layout not in names:
-        raise LayoutError(f"no layout {layout!r}; there are {', '.join(names)}")
-    if (layout == "opaque") != (tag is not None):
-        raise LayoutError(f"layout='opaque' and opaque_tag= go together, got {layout!r} and {tag!r}")
-    if isinstance(spec, Mapping) and (missing := [name for name in named if name not in spec]):
-        raise LayoutError(f"no spec for layers {missing}; give each layer its own, or one KVSpec for all")
+def _integers(tensors: Tensors) -> list[Tensor]:
+    return [t.detach().view(WORDS[t.dtype.itemsize]) for t in tensors]

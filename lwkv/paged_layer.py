@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import torch
@@ -63,7 +63,8 @@ class PagedLayer:
     name: str
     dtype: torch.dtype
     k: Tensor
-    v: Tensor | None
+    v: Tensor | None = None
+    _: KW_ONLY
     page_format: str = "canonical"
     tokens_per_row: int = 1
 
@@ -93,11 +94,6 @@ class PagedLayer:
     def num_rows(self) -> int:
         """Rows that can be addressed, 0 up to this number."""
         return self.k.shape[0] * self.k.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that the layer has room for."""
-        return self.num_rows * self.tokens_per_row
 
     @cached_property
     def row_bytes(self) -> int:

@@ -13,14 +13,10 @@ from lwkv.errors import LayoutError
 
 logger = logging.getLogger(__name__)
 
+Tensors: TypeAlias = "tuple[Tensor, ...]"
 Registered: TypeAlias = "Tensor | tuple[Tensor, ...] | list[Tensor]"
 Registration: TypeAlias = "Mapping[str, Registered] | Sequence[Registered]"
 Named: TypeAlias = "dict[str, tuple[Tensor, ...]]"
-
-DTYPES = (
-    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-)
 
 
 def read_registered(kvcaches: Registration) -> Named:
@@ -81,7 +77,7 @@ def _name(kvcaches: Registration) -> Named:
     return tensors
 
 
-def _check_memory(name: str, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+def _check_memory(name: str, tensors: Tensors, device: torch.device) -> None:
     problems = [problem for t in tensors if (problem := _memory_problem(t, device))]
     if any(_form(t) != _form(tensors[0]) for t in tensors):
         problems.append("K and V differ in shape, strides or dtype")
@@ -98,9 +94,9 @@ def _form(t: Tensor) -> tuple[object, ...]:
 def _memory_problem(t: Tensor, device: torch.device) -> str | None:
     if t.device != device or t.is_meta:
         return f"on {t.device}, but all layers must be on one real device (the first is on {device})"
-    if t.dtype not in DTYPES:
-        return f"unsupported dtype; there are {', '.join(map(str, DTYPES))}"
-    if t.numel() == 0:
+    if not (t.dtype.is_floating_point or t.dtype in (torch.uint8, torch.int8)):
+        return "unsupported dtype; there are floating point numbers, torch.uint8 and torch.int8"
+    if t.dim() == 0 or t.numel() == 0:
         return "holds no block"
     if t.stride(-1) != 1 and t.shape[-1] > 1:
         return "elements of a row must be neighbours (stride 1 in the last dimension)"

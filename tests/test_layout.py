@@ -151,8 +151,8 @@ def test_layers_may_differ_when_each_has_its_spec() -> None:
 
 def test_a_layer_tells_its_sizes() -> None:
     (layer,) = describe_layers([torch.zeros(2, 7, 4, 3, 8)], SPEC)
-    sizes = (layer.block_size, layer.heads, layer.width, layer.parts, layer.num_rows, layer.num_slots)
-    assert sizes == (4, 3, 8, 2, 28, 28)
+    sizes = (layer.block_size, layer.heads, layer.width, layer.parts, layer.num_rows)
+    assert sizes == (4, 3, 8, 2, 28)
     assert layer.row_bytes == 3 * 8 * 4
     assert layer.device == torch.device("cpu")
 
@@ -198,6 +198,7 @@ def test_candidates_that_read_the_same_bytes_are_no_ambiguity() -> None:
         (torch.zeros(2, 5, 4, 3, 8).to_sparse(), "expected a strided tensor"),
         ("cache", "expected a strided tensor"),
         (torch.zeros(2, 0, 4, 3, 8), "holds no block"),
+        (torch.tensor(0.0), "holds no block"),
         (torch.zeros(2, 5, 4, 3, 16)[..., ::2], "stride 1"),
         (torch.zeros(2, 1, 4, 3, 8).expand(2, 5, 4, 3, 8), "overlaps"),
         (torch.zeros(600).as_strided((2, 5, 4, 3, 8), (200, 40, 24, 8, 1)), "overlaps"),
@@ -322,7 +323,7 @@ def test_opaque_blocks_are_rows_of_raw_elements() -> None:
     (layer,) = describe_layers({"a": cache}, SPEC, layout="opaque", opaque_tag="cpu-vec")
     assert layer.page_format == "opaque:3x4x16:4:cpu-vec"
     assert (layer.k.shape, layer.v, layer.tokens_per_row) == ((5, 1, 1, 192), None, 4)
-    assert (layer.num_rows, layer.num_slots, layer.page_bytes(8)) == (5, 20, 2 * 192 * 2)
+    assert (layer.num_rows, layer.page_bytes(8)) == (5, 2 * 192 * 2)
     assert same_bits(layer.k.flatten(1), cache.flatten(1))
     with pytest.raises(ConfigError, match=r"whole blocks of 4 tokens.*got 6"):
         layer.page_bytes(6)

@@ -56,7 +56,7 @@ class Caches:
     @cached_property
     def num_slots(self) -> int:
         """Slots that every layer has."""
-        return min(layer.num_slots for layer in self.layers)
+        return min(layer.num_rows * layer.tokens_per_row for layer in self.layers)
 
     @cached_property
     def device(self) -> torch.device:

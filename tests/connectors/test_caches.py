@@ -86,3 +86,10 @@ def test_what_is_no_registration_is_refused_before_and_after_one(registered: Cac
             registered.register(tensors)
         with pytest.raises(LayoutError):
             registered.register(given)
+
+
+@pytest.mark.parametrize(("hints", "blocks"), [((), 7), (("opaque", "tag"), 5)], ids=["canonical", "opaque"])
+def test_there_are_as_many_slots_as_tokens_fit_into_every_layer(hints: tuple[str, ...], blocks: int) -> None:
+    registered = Caches(Config(chunk_size=4), CPU(), KVSpec(3, 8, 4), *hints)
+    registered.register([torch.zeros(9, 3, 4, 16), torch.zeros(blocks, 3, 4, 16)])
+    assert registered.num_slots == 4 * blocks
