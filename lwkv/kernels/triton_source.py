@@ -40,33 +40,6 @@ def copy(
     tl.store(target + target_row[:, None] + (head * TARGET_HEAD + inside)[None, :], words, mask=mask)
 
 
-@triton.jit
-def move_rows(
-    k, v, staged, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Copy rows of K and V between cache and staging; strides count in words of the cache's type."""
-    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    slot, there = load_numbers(slots, entry, num_rows, cache_rows)
-    place = locate(slot, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
-    k_row, k_valid = load_numbers(k_rows, entry, num_rows, staging_rows)
-    k_row *= HEADS * WIDTH
-    if SCATTER:
-        copy(staged, k, k_row, place, there & k_valid, column, WIDTH, HEAD_STRIDE, HEADS, WIDTH)
-    else:
-        copy(k, staged, place, k_row, there & k_valid, column, HEAD_STRIDE, WIDTH, HEADS, WIDTH)
-    if PARTS == 2:
-        v_row, v_valid = load_numbers(v_rows, entry, num_rows, staging_rows)
-        v_row *= HEADS * WIDTH
-        if SCATTER:
-            copy(staged, v, v_row, place, there & v_valid, column, WIDTH, HEAD_STRIDE, HEADS, WIDTH)
-        else:
-            copy(v, staged, place, v_row, there & v_valid, column, HEAD_STRIDE, WIDTH, HEADS, WIDTH)
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def move(
     k, v, staging, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
@@ -74,12 +47,21 @@ def move(
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Move rows of one layer."""
+    """Copy rows of K and V between cache and staging; strides count in words of the cache's type."""
+    entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     staged = staging.to(k.dtype, bitcast=True)
-    move_rows(
-        k, v, staged, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
-        BLOCK_SIZE, HEADS, WIDTH, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCATTER, ROWS, COLUMNS, PARTS,
-    )  # fmt: skip
+    slot, there = load_numbers(slots, entry, num_rows, cache_rows)
+    place = locate(slot, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
+    for part in tl.static_range(PARTS):
+        cache = k if part == 0 else v
+        row, valid = load_numbers(k_rows if part == 0 else v_rows, entry, num_rows, staging_rows)
+        row *= HEADS * WIDTH
+        valid &= there
+        if SCATTER:
+            copy(staged, cache, row, place, valid, column, WIDTH, HEAD_STRIDE, HEADS, WIDTH)
+        else:
+            copy(cache, staged, place, row, valid, column, HEAD_STRIDE, WIDTH, HEADS, WIDTH)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=(*UNALIGNED, "places"))
@@ -98,7 +80,7 @@ def move_layers(
     k = tl.load(places + 2 * layer).to(tl.pointer_type(WORD))
     v = tl.load(places + 2 * layer + 1).to(tl.pointer_type(WORD))
     staged = staging.to(tl.pointer_type(WORD), bitcast=True) + layer * layer_words
-    move_rows(
+    move(
         tl.multiple_of(k, ALIGNMENT), tl.multiple_of(v, ALIGNMENT), tl.multiple_of(staged, 16),
         slots, k_rows, v_rows, num_rows, cache_rows, staging_rows,
         BLOCK_SIZE, HEADS, WIDTH, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCATTER, ROWS, COLUMNS, PARTS,
