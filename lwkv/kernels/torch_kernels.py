@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from lwkv.kernels.protocol import Rows, Sharing
 from lwkv.kernels.rotation import check_rotatable, rotate
 from lwkv.paged_layer import PagedLayer
+
+# A paged view and where in it the rows are; staging as [rows, heads, width] and where in it they are.
+Part: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]"
 
 
 class TorchKernels:
@@ -23,14 +27,12 @@ class TorchKernels:
 
     @torch.inference_mode()
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        place = _place(layer, rows)
-        for cache, staged, numbers in _parts(layer, staging, rows):
+        for cache, place, staged, numbers in _parts(layer, staging, rows):
             cache[place] = staged.index_select(0, numbers)
 
     @torch.inference_mode()
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        place = _place(layer, rows)
-        for cache, staged, numbers in _parts(layer, staging, rows):
+        for cache, place, staged, numbers in _parts(layer, staging, rows):
             staged[numbers] = cache[place]
 
     def introduce(self, layers: Sequence[PagedLayer]) -> None:
@@ -46,22 +48,17 @@ class TorchKernels:
         self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> None:
         check_rotatable(layer)
-        place = _place(layer, rows)
-        (cache, staged, numbers), *rest = _parts(layer, staging, rows)
-        k = staged.index_select(0, numbers)
-        rotate(k.view(layer.dtype), cos, sin, interleaved)
-        cache[place] = k
-        for cache, staged, numbers in rest:
-            cache[place] = staged.index_select(0, numbers)
+        for part, (cache, place, staged, numbers) in enumerate(_parts(layer, staging, rows)):
+            words = staged.index_select(0, numbers)
+            if part == 0:
+                rotate(words.view(layer.dtype), cos, sin, interleaved)
+            cache[place] = words
 
 
-def _place(layer: PagedLayer, rows: Rows) -> tuple[Tensor, Tensor]:
-    return rows.slots // layer.block_size, rows.slots % layer.block_size
-
-
-def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(paged view, staging as [rows, heads, width], staging row numbers) of K and, where there is one, V."""
+def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> list[Part]:
+    """Of K and, where there is one, V."""
     k, v = layer.words
+    place = rows.slots // layer.block_size, rows.slots % layer.block_size
     whole_rows = staging.numel() // layer.row_bytes * layer.row_bytes
     staged = staging[:whole_rows].view(k.dtype).view(-1, *k.shape[2:])
-    return [(k, staged, rows.k_rows), *([] if v is None else [(v, staged, rows.v_rows)])]
+    return [(k, place, staged, rows.k_rows), *([] if v is None else [(v, place, staged, rows.v_rows)])]

@@ -25,22 +25,16 @@ class JoinedLayers:
     def __init__(self, layers: Sequence[PagedLayer]) -> None:
         first = layers[0]
         k, _ = first.words
-        self._place = {id(layer): number for number, layer in enumerate(layers)}
-        self._addresses = torch.tensor(
-            [
-                [view.data_ptr() for view in (layer.k, layer.k if layer.v is None else layer.v)]
-                for layer in layers
-            ],
-            device=first.device,
-        )
-        self._layers = layers
-        self._word_bytes, self._row_bytes, self._num_rows = k.element_size(), first.row_bytes, first.num_rows
-        self._across = first.row_bytes // k.element_size()
+        word = k.element_size()
+        pairs = [(layer.k, layer.k if layer.v is None else layer.v) for layer in layers]
+        addresses = [[view.data_ptr() for view in pair] for pair in pairs]
+        self._addresses = torch.tensor(addresses, device=first.device)
+        self._place = {layer: number for number, layer in enumerate(layers)}
+        self._word_bytes, self._row_bytes, self._num_rows = word, first.row_bytes, first.num_rows
+        self._across = first.row_bytes // word
         self._down, self._columns = tile(self._across)
-        views = [first.k] if first.v is None else [first.k, first.v]
-        aligned = all(view.data_ptr() % 16 == 0 for view in views)
         self._constants = (*k.shape[1:], *k.stride()[:3], self._down, self._columns, first.parts)
-        self._types = WORDS[self._word_bytes], 16 if aligned else self._word_bytes
+        self._types = WORDS[word], word if any(address % 16 for address in addresses[0]) else 16
         self._compiled: dict[bool, Any] = {}
 
     def move(self, scatter: bool, sharing: Sharing, handle: int | None) -> None:
@@ -51,12 +45,9 @@ class JoinedLayers:
             *(count, self._num_rows, layer_bytes // self._row_bytes, layer_bytes // self._word_bytes),
             *(*self._constants, scatter, *self._types),
         )
-        kernel = self._compiled.get(scatter)
-        if kernel is None:
-            pointers = (self._addresses, staging, rows.slots, rows.k_rows, rows.v_rows)
-            kernel = self._compiled[scatter] = compiled_kernel(
-                triton_source.move_layers, (*pointers, *numbers)
-            )
-        places = self._addresses.data_ptr() + 16 * self._place[id(layers[0])]
+        if scatter not in self._compiled:
+            tensors = (self._addresses, staging, rows.slots, rows.k_rows, rows.v_rows)
+            self._compiled[scatter] = compiled_kernel(triton_source.move_layers, (*tensors, *numbers))
+        places = self._addresses.data_ptr() + 16 * self._place[layers[0]]
         grid = -(-count // self._down), -(-self._across // self._columns), len(layers)
-        kernel[grid](places, staging.data_ptr(), *rows.addresses(), *numbers, stream=handle)
+        self._compiled[scatter][grid](places, staging.data_ptr(), *rows.addresses(), *numbers, stream=handle)

@@ -31,10 +31,10 @@ class TritonKernels:
         self._joined: JoinedLayers | None = None
 
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._move(True, layer, staging, rows, None)
+        self._move(True, layer, staging, rows)
 
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._move(False, layer, staging, rows, None)
+        self._move(False, layer, staging, rows)
 
     def introduce(self, layers: Sequence[PagedLayer]) -> None:
         self._joined = JoinedLayers(layers) if self.takes_handles else None
@@ -51,36 +51,28 @@ class TritonKernels:
     ) -> None:
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
-        self._find(layer, key, _make_rotated)(staging, rows, None, cos, sin)
+        self._find(layer, key, self._make_rotated)(staging, rows, None, cos, sin)
 
     def _move(
-        self, scatter: bool, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None
+        self, scatter: bool, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None
     ) -> None:
-        self._find(layer, (scatter, staging.data_ptr() % 16), _make_move)(staging, rows, handle)
+        self._find(layer, (scatter, staging.data_ptr() % 16), self._make_move)(staging, rows, handle)
 
-    def _find(
-        self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key, dict[Key, Any]], Launch]
-    ) -> Launch:
-        launches = self._launches.get(layer)
-        if launches is None:
-            launches = self._launches[layer] = {}
-        launch = launches.get(key)
-        if launch is None:
-            launch = launches[key] = make(layer, key, self._compiled)
-        return launch
+    def _find(self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key], Launch]) -> Launch:
+        launches = self._launches.setdefault(layer, {})
+        if key not in launches:
+            launches[key] = make(layer, key)
+        return launches[key]
 
+    def _make_move(self, layer: PagedLayer, key: Key) -> Launch:
+        k, v = layer.words
+        views, across = (k, k if v is None else v), layer.row_bytes // k.element_size()
+        return Launch(triton_source.move, layer, views, across, key[:1], key, self._compiled)
 
-def _make_move(layer: PagedLayer, key: Key, compiled: dict[Key, Any]) -> Launch:
-    k, v = layer.words
-    across = layer.row_bytes // k.element_size()
-    views, constants = (k, k if v is None else v), (key[0],)
-    return Launch(triton_source.move, layer, views, across, constants, key, compiled)
-
-
-def _make_rotated(layer: PagedLayer, key: Key, compiled: dict[Key, Any]) -> Launch:
-    interleaved, half, *_ = key
-    k, (words, v) = layer.k.view(layer.dtype), layer.words
-    word = words.element_size() // k.element_size()
-    across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
-    views, constants = (k, words if v is None else v), (half, interleaved, word)
-    return Launch(triton_rotation.scatter_rotated, layer, views, across, constants, key, compiled)
+    def _make_rotated(self, layer: PagedLayer, key: Key) -> Launch:
+        interleaved, half, *_ = key
+        k, (words, v) = layer.k.view(layer.dtype), layer.words
+        word = words.element_size() // k.element_size()
+        across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
+        views, constants = (k, words if v is None else v), (half, interleaved, word)
+        return Launch(triton_rotation.scatter_rotated, layer, views, across, constants, key, self._compiled)

@@ -50,17 +50,14 @@ class Launch:
         numbers = (count, self._num_rows, staging.numel() // self._row_bytes, *self._constants)
         if self._run is None or self._run is self._kernel:
             pointers = (*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables)
-            self._run = self._find((*pointers, *numbers))
+            if self._form not in self._compiled:
+                self._compiled[self._form] = compiled_kernel(self._kernel, (*pointers, *numbers))
+            self._run = self._compiled[self._form]
             if self._run is self._kernel:
                 self._run[grid](*pointers, *numbers)
                 return
         addresses = (*self._addresses, staging.data_ptr(), *rows.addresses(), *(t.data_ptr() for t in tables))
         self._run[grid](*addresses, *numbers, stream=handle)
-
-    def _find(self, arguments: tuple[Any, ...]) -> Any:
-        if self._form not in self._compiled:
-            self._compiled[self._form] = compiled_kernel(self._kernel, arguments)
-        return self._compiled[self._form]
 
 
 def compiled_kernel(kernel: Any, arguments: tuple[Any, ...]) -> Any:
