@@ -74,12 +74,9 @@ class CacheEngine:
         self.config = config
         self.connector = connector
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
-        self.namespace = make_namespace(
-            metadata.as_registered([layer.dtype for layer in connector.layers]),
-            config.chunk_size,
-            connector.page_format,
-            [layer.name for layer in connector.layers],
-        )
+        registered = metadata.as_registered([layer.dtype for layer in connector.layers])
+        names = [layer.name for layer in connector.layers]
+        self.namespace = make_namespace(registered, config.chunk_size, connector.page_format, names)
         self._memo = KeyMemo(self.namespace, self._chunking)
         self._counters = Counters()
         self._pool = HostPool(
@@ -102,7 +99,6 @@ class CacheEngine:
             write_back=config.write_policy == "write_back",
         )
         self._closed = False
-        self._ended = False
         with ExitStack() as undo:
             undo.callback(self._storage.close, 0)
             connector.start(self._pool, timeline)
@@ -285,13 +281,10 @@ class CacheEngine:
         if not self._closed:
             self._completions.submit(self.connector.stop)
         self._closed = True
-        if self._ended:
-            return
         deadline = time.monotonic() + timeout_s
-        idle = self._completions.wait_idle(timeout_s)
-        if not idle:
+        if not self._completions.wait_idle(timeout_s):
             log.warning("transfers were still in flight %.1f s after close", timeout_s)
-        self._ended = self._storage.close(deadline - time.monotonic()) and idle
+        self._storage.close(deadline - time.monotonic())
         self._pool.close()
         self._completions.close()
 

@@ -364,6 +364,13 @@ def test_what_was_stored_comes_back_into_other_slots(oracle: Oracle, settings: d
         require_rest(engine)
 
 
+def test_a_batch_of_no_requests_takes_as_many_steps(oracle: Oracle) -> None:
+    with oracle.engine(CHUNK) as engine:
+        assert list(engine.retrieve_batch([])) == [[], *[None] * LAYERS, []]
+        assert list(engine.store_batch([])) == [None] * (LAYERS + 1)
+        require_rest(engine)
+
+
 def test_tokens_may_come_in_any_container(oracle: Oracle) -> None:
     with oracle.engine(CHUNK) as engine:
         store(oracle, engine, prompt(1, 8), run_slots(0, 8))
