@@ -116,12 +116,14 @@ class PagedLayer:
         return self.parts * (num_tokens // self.tokens_per_row) * self.row_bytes
 
     @cached_property
-    def words(self) -> tuple[Tensor, Tensor | None]:
-        """k and v as the widest integers, 8 bytes at most, that their sizes, strides and addresses allow."""
+    def words(self) -> list[Tensor]:
+        """k, and v if there is one, as the widest integers, 8 bytes at most, that all of them can be.
+
+        What counts are their sizes, strides and addresses.
+        """
         views = [self.k] if self.v is None else [self.k, self.v]
         size = min(_word_bytes(view) for view in views)
-        wide = [view.view(WORDS[size]) for view in views]
-        return wide[0], None if self.v is None else wide[1]
+        return [view.view(WORDS[size]) for view in views]
 
 
 def _word_bytes(view: Tensor) -> int:

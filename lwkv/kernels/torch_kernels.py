@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -55,10 +55,9 @@ class TorchKernels:
             cache[place] = words
 
 
-def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> list[Part]:
+def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> Iterator[Part]:
     """Of K and, where there is one, V."""
-    k, v = layer.words
     place = rows.slots // layer.block_size, rows.slots % layer.block_size
     whole_rows = staging.numel() // layer.row_bytes * layer.row_bytes
-    staged = staging[:whole_rows].view(k.dtype).view(-1, *k.shape[2:])
-    return [(k, place, staged, rows.k_rows), *([] if v is None else [(v, place, staged, rows.v_rows)])]
+    for words, numbers in zip(layer.words, (rows.k_rows, rows.v_rows), strict=False):
+        yield words, place, staging[:whole_rows].view(words.dtype).view(-1, *words.shape[2:]), numbers

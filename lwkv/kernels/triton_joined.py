@@ -24,10 +24,8 @@ class JoinedLayers:
 
     def __init__(self, layers: Sequence[PagedLayer]) -> None:
         first = layers[0]
-        k, _ = first.words
-        word = k.element_size()
-        pairs = [(layer.k, layer.k if layer.v is None else layer.v) for layer in layers]
-        addresses = [[view.data_ptr() for view in pair] for pair in pairs]
+        k, word = first.words[0], first.words[0].element_size()
+        addresses = [[layer.words[part].data_ptr() for part in (0, -1)] for layer in layers]
         self._addresses = torch.tensor(addresses, device=first.device)
         self._place = {layer: number for number, layer in enumerate(layers)}
         self._word_bytes, self._row_bytes, self._num_rows = word, first.row_bytes, first.num_rows

@@ -65,14 +65,14 @@ class TritonKernels:
         return launches[key]
 
     def _make_move(self, layer: PagedLayer, key: Key) -> Launch:
-        k, v = layer.words
-        views, across = (k, k if v is None else v), layer.row_bytes // k.element_size()
-        return Launch(triton_source.move, layer, views, across, key[:1], key, self._compiled)
+        k, v = layer.words[0], layer.words[-1]
+        across = layer.row_bytes // k.element_size()
+        return Launch(triton_source.move, layer, (k, v), across, key[:1], key, self._compiled)
 
     def _make_rotated(self, layer: PagedLayer, key: Key) -> Launch:
         interleaved, half, *_ = key
-        k, (words, v) = layer.k.view(layer.dtype), layer.words
-        word = words.element_size() // k.element_size()
+        k, v = layer.k.view(layer.dtype), layer.words[-1]
+        word = v.element_size() // k.element_size()
         across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
-        views, constants = (k, words if v is None else v), (half, interleaved, word)
-        return Launch(triton_rotation.scatter_rotated, layer, views, across, constants, key, self._compiled)
+        constants = (half, interleaved, word)
+        return Launch(triton_rotation.scatter_rotated, layer, (k, v), across, constants, key, self._compiled)

@@ -60,8 +60,7 @@ class NotedKernels(TorchKernels):
         super().gather(layer, staging, rows)
 
     def _note(self, name: str, layer: PagedLayer, rows: Rows) -> None:
-        words = [view for view in layer.words if view is not None]
-        form = [(view.dtype, view.shape[1:], view.stride(), view.data_ptr() % 16) for view in words]
+        form = [(view.dtype, view.shape[1:], view.stride(), view.data_ptr() % 16) for view in layer.words]
         self.launched.append(((name, *form), len(rows.slots)))
 
 
