@@ -54,8 +54,8 @@ class BatchStoring:
 
     def queue(self, layer: int) -> None:
         """Queue the save of `layer`, which the current stream has just been told to compute."""
-        if self._write is not None and self._save is not None:
-            self._try(self._connector.save_layer, self._save, layer, self._write.pages[layer])
+        if self._save is not None:
+            self._try(self._connector.save_layer, self._save, layer)
 
     def commit(self) -> None:
         """Make the chunks visible once their bytes have arrived."""
@@ -105,11 +105,7 @@ class BatchStoring:
         try:
             return work(*arguments)
         except DEVICE_FAILURES as error:
-            self._give_up(error)
+            self._engine.counters.add("store_failures")
+            log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
+            self.close()
             return None
-
-    def _give_up(self, error: BaseException) -> None:
-        """Store nothing."""
-        self._engine.counters.add("store_failures")
-        log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
-        self.close()

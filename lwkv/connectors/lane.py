@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from lwkv.kernels import Kernels, Sharing
 from lwkv.platforms import Event, Platform
 
 
@@ -30,19 +32,20 @@ class Lane:
 
     Args:
         num_buffers, buffer_bytes: how much staging; two buffers let a copy run beside a kernel.
+        loads: whether it is for loads.
     """
 
     def __init__(
-        self, platform: Platform, device: torch.device, num_buffers: int, buffer_bytes: int, filler: str
+        self, platform: Platform, device: torch.device, num_buffers: int, buffer_bytes: int, loads: bool
     ) -> None:
         self._platform = platform
+        self._loads = loads
         self.copies = platform.new_stream(device)
         # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
         # waits: they fill the gaps that the model's leave.
-        self.kernels = platform.new_stream(device, high_priority=filler == "copies")
-        self._filler, self._emptier = (
-            (self.copies, self.kernels) if filler == "copies" else (self.kernels, self.copies)
-        )
+        self.kernels = platform.new_stream(device, high_priority=loads)
+        streams = (self.copies, self.kernels)
+        self._filler, self._emptier = streams if loads else reversed(streams)
         self.buffers = [self._new_buffer(device, buffer_bytes) for _ in range(num_buffers)]
         # Of loads that have ended, for the next ones.
         self.spare_events: list[Event] = []
@@ -60,6 +63,15 @@ class Lane:
             self._wait_emptied(buffer)
         buffer.fills += 1
         return buffer
+
+    def move(self, kernels: Kernels, sharing: Sharing) -> None:
+        """Queue what scatters rows of layers that share their staging, or for saves gathers them."""
+        handle = self._platform.launch_handle(self.kernels) if kernels.takes_handles else None
+        if handle is None:
+            self._platform.launch(self.kernels, partial(kernels.move_layers, self._loads, sharing))
+        else:
+            # To make the stream the current one and back takes longer than the launch.
+            kernels.move_layers(self._loads, sharing, handle)
 
     def mark_filled(self, buffer: StagingBuffer) -> None:
         """Take the buffer as full once all that the filling stream holds now is done."""

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.kernel_queue import KernelQueue
+from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan, Slice
-from lwkv.kernels import Sharing
+from lwkv.kernels import Kernels
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Event, Stream
 from lwkv.platforms.protocol import Int64s
@@ -57,9 +57,10 @@ class Load:
     not_waited_for: Event | None = None
 
 
-class Loader(KernelQueue):
+class Loader(Caches):
     """The loading side of a connector; the host never waits for the device here, but in `end_load`."""
 
+    kernels: Kernels
     _timeline: Timeline
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
@@ -111,15 +112,6 @@ class Loader(KernelQueue):
         self._synchronize(load.lane.kernels)
         load.plan.uploads.give_back()
 
-    def _begin_load(self, load: Load, pages: Int64s | None) -> None:
-        """Queue as many copies as fit the staging, where all pages are known, int64 (layers, chunks).
-
-        They need no more, and the host takes a while to prepare the rest.
-        """
-        if pages is not None:
-            load.plan.know(pages)
-            self._fetch_first(load, pages)
-
     def _queue_load(self, load: Load, layers: range, targets: Sequence[PagedLayer], pages: Int64s) -> None:
         """Queue copy and kernel of layers that share their staging, and go into `targets`."""
         lane, load.stream = load.lane, self.platform.current_stream(self.device)
@@ -141,8 +133,7 @@ class Loader(KernelQueue):
 
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
         """Queue what moves a slice, which has rows, from a staging buffer into `targets`."""
-        sharing = Sharing(targets, staging, load.plan.layer_bytes(targets[0]), part.rows)
-        self._queue_move(load.lane.kernels, sharing, scatter=True)
+        load.lane.move(self.kernels, load.plan.sharing(targets, staging, part.rows))
 
     def _staged(
         self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s
@@ -155,7 +146,10 @@ class Loader(KernelQueue):
         return staged.buffer
 
     def _fetch_first(self, load: Load, pages: Int64s) -> None:
-        """Queue as many copies as there are staging buffers."""
+        """Queue as many copies as there are staging buffers; `pages` are int64 (layers, chunks).
+
+        They need nothing else, and the host takes a while to prepare the rest.
+        """
         layer = 0
         while layer < self.num_layers:
             layers, target = self._together(load, layer), self.layers[layer]

@@ -50,8 +50,8 @@ class PagedConnector(Loader, Saver):
         self._cut = Cut(self.layers, self._config.chunk_size, buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
         self.kernels = choose_kernels(self.platform)
-        self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="copies")
-        self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, filler="kernels")
+        self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, loads=True)
+        self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, loads=False)
         self._timeline = timeline or Timeline(self.platform, self.device, on=False)
         self._pool = pool
         self._compile()
@@ -75,22 +75,21 @@ class PagedConnector(Loader, Saver):
         Give the pages, int64 (layers, chunks), where all are known: the first copies are then queued at once.
         """
         lane = self._load_lane
-        load = Load(lane, self._plan(transfer, lane), [None] * self.num_layers)
-        self._begin_load(load, pages)
+        load = Load(lane, self._plan(transfer, lane, pages), [None] * self.num_layers)
+        if pages is not None:
+            self._fetch_first(load, pages)
         return load
 
     def begin_save(self, transfer: Transfer, pages: Int64s, sync: bool = True) -> Save:
         """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT.
 
         Args:
-            pages: int64 (layers, chunks), as they will be given layer by layer.
+            pages: int64 (layers, chunks).
             sync: save behind what the current stream holds when a layer is given.
         """
         lane = self._save_lane
-        plan = self._plan(transfer, lane)
-        plan.know(pages)
         together = self._config.group_bytes // (self.page_bytes * transfer.num_chunks)
-        return Save(lane, plan, max(1, together), sync)
+        return Save(lane, self._plan(transfer, lane, pages), pages, max(1, together), sync)
 
     def layers_ahead(self, load: Load, layer: int, known: bool) -> int:
         """How many layers behind `layer` are queued with it; `known` where all pages are in host memory.
@@ -133,6 +132,6 @@ class PagedConnector(Loader, Saver):
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())
 
-    def _plan(self, transfer: Transfer, lane: Lane) -> Plan:
+    def _plan(self, transfer: Transfer, lane: Lane, pages: Int64s | None) -> Plan:
         uploads = Uploads(self.platform, self.device, lane.kernels, self._spare)
-        return Plan(transfer, uploads, self._pool, self._cut)
+        return Plan(transfer, uploads, self._pool, self._cut, pages)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lwkv.connectors.upload import Uploads
-from lwkv.kernels import Rows
+from lwkv.kernels import Rows, Sharing
 from lwkv.layer_copies import LayerCopies
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch
@@ -22,8 +21,6 @@ from lwkv.transfer import PageShape, Transfer
 
 FIRST_LAYERS = 2
 ALIGNMENT = 16
-
-FullRows: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 def page_shape(layer: PagedLayer, chunk_size: int) -> PageShape:
@@ -47,17 +44,17 @@ class Cut:
     """How transfers are cut: in chunks of `chunk_size` tokens, and so many chunks in a staging buffer.
 
     Attributes:
-        alike: whether pages of all layers are cut into the same rows of the same size.
+        shape: of all pages, if rows of all layers are of one size, too; else None.
         may_share: whether several layers may share a staging buffer: they differ only in where they are.
         full_rows: for each shape of pages, where K and V rows of full chunks lie in a staging buffer full of
-            them: int64 (rows,) each, on the device. The same for every request.
+            them: int64 (2, rows), on the device. The same for every request.
     """
 
     def __init__(self, layers: Sequence[PagedLayer], chunk_size: int, chunks_per_slice: int) -> None:
         self.chunk_size = chunk_size
         self.chunks_per_slice = chunks_per_slice
         forms = {(page_shape(layer, chunk_size), layer.row_bytes) for layer in layers}
-        self.alike = len(forms) == 1
+        self.shape = next(iter(forms))[0] if len(forms) == 1 else None
         self.full_rows = {shape: _full_rows(shape, chunks_per_slice, layers[0].device) for shape, _ in forms}
         whole = layers[0].page_bytes(chunk_size) % ALIGNMENT == 0
         self.may_share = whole and len({layer.form for layer in layers}) == 1
@@ -73,19 +70,25 @@ class Plan:
     The copies need nothing of the device; the rows, made and uploaded on first use, come after them.
 
     Attributes:
+        num_slices: slices of every layer.
         together: layers that share a staging buffer: 1 unless all pages are known and all layers alike.
+
+    Args:
+        pages: of all layers, int64 (layers, chunks), if they are known: copies are made together where layers
+            are alike.
     """
 
-    together = 1
-
-    def __init__(self, transfer: Transfer, uploads: Uploads, pool: HostPool, cut: Cut) -> None:
+    def __init__(
+        self, transfer: Transfer, uploads: Uploads, pool: HostPool, cut: Cut, pages: Int64s | None = None
+    ) -> None:
         self.transfer = transfer
         self.uploads = uploads
         self._pool = pool
         self._cut = cut
+        self._known = pages if cut.shape else None
+        self.num_slices = -(-transfer.num_chunks // cut.chunks_per_slice)
+        self.together = 1 if self._known is None else cut.layers_together(transfer.num_chunks)
         self._slices: dict[PageShape, list[Slice]] = {}
-        self._slices_of_all: list[Slice] | None = None
-        self._known: Int64s | None = None
         self._prepared: list[LayerCopies] = []
         self._num_prepared = 0
 
@@ -95,30 +98,16 @@ class Plan:
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""
-        if self._slices_of_all is not None:
-            return self._slices_of_all
-        shape = page_shape(layer, self._cut.chunk_size)
+        shape = self._cut.shape or page_shape(layer, self._cut.chunk_size)
         if shape not in self._slices:
             whole = self.transfer.is_whole(self._cut.chunk_size)
             self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
-            if self._cut.alike:
-                self._slices_of_all = self._slices[shape]
         return self._slices[shape]
 
-    def know(self, pages: Int64s) -> None:
-        """Take all layers' pages, int64 (layers, chunks): copies are made together where layers are alike."""
-        if self._cut.alike:
-            self._known = pages
-            self.together = self._cut.layers_together(self.transfer.num_chunks)
-
-    def layer_bytes(self, layer: PagedLayer) -> int:
-        """Bytes of a staging buffer from one layer like `layer` to the next that shares it."""
-        return self.transfer.num_chunks * layer.page_bytes(self._cut.chunk_size)
-
-    @property
-    def num_slices(self) -> int:
-        """Slices of every layer."""
-        return -(-self.transfer.num_chunks // self._cut.chunks_per_slice)
+    def sharing(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> Sharing:
+        """What is moved of layers that lie in one staging buffer, page behind page."""
+        layer_bytes = self.transfer.num_chunks * layers[0].page_bytes(self._cut.chunk_size)
+        return Sharing(layers, staging, layer_bytes, rows)
 
     def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
         """The copies of slice `number` of layers like `layer` that share a buffer.
@@ -144,30 +133,18 @@ class Plan:
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots = self.transfer.row_slots(shape.tokens_per_row)
-        if not len(slots):
-            return []
         on_device, full = self.uploads.send(torch.from_numpy(slots)), self._cut.full_rows[shape]
-        step = self._cut.chunks_per_slice * shape.rows
-        if len(slots) <= step:
-            return [Slice(0, len(slots), Rows(on_device, *_first(full, len(slots))))]
-        bounds = [*range(0, len(slots), step), len(slots)]
-        return [Slice(a, b, Rows(on_device[a:b], *_first(full, b - a))) for a, b in pairwise(bounds)]
+        bounds = [*range(0, len(slots), self._cut.chunks_per_slice * shape.rows), len(slots)]
+        return [Slice(a, b, Rows(on_device[a:b], *full[:, : b - a].unbind())) for a, b in pairwise(bounds)]
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         numbers, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice)
-        values = torch.from_numpy(numbers)
-        on_device = self.uploads.send(values) if numbers.size else values
+        on_device = self.uploads.send(torch.from_numpy(numbers))
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
 
 
-def _full_rows(shape: PageShape, num_chunks: int, device: torch.device) -> FullRows:
+def _full_rows(shape: PageShape, num_chunks: int, device: torch.device) -> torch.Tensor:
     """Make them for so many chunks; returns when they are on the device."""
     starts = np.arange(num_chunks)[:, None] * (shape.parts * shape.rows)
-    k_rows = torch.from_numpy((starts + np.arange(shape.rows)).reshape(-1)).to(device)
-    return k_rows, k_rows + shape.rows
-
-
-def _first(full: FullRows, num_rows: int) -> FullRows:
-    """The tables of the first rows: as they are where that is all, since cutting takes a while."""
-    k_rows, v_rows = full
-    return full if num_rows == k_rows.shape[0] else (k_rows[:num_rows], v_rows[:num_rows])
+    k_rows = (starts + np.arange(shape.rows)).reshape(-1)
+    return torch.from_numpy(np.stack([k_rows, k_rows + shape.rows])).to(device)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lwkv.connectors.kernel_queue import KernelQueue
+from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
-from lwkv.kernels import Sharing
+from lwkv.kernels import Kernels
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
@@ -20,47 +19,50 @@ class Save:
 
     Attributes:
         lane: what the batch is queued on, up to its end.
+        pages: where it goes, int64 (layers, chunks).
         group: how many layers are queued one right after the other.
         sync: whether they are queued behind what the current stream holds when the last of them is computed.
         stream: the current one of the batch's last step, None before any layer is computed.
-        waiting: layers that are computed and not queued yet, and the pages each goes to.
+        waiting: layers that are computed and not queued yet.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
         before: the one filled before it.
     """
 
     lane: Lane
     plan: Plan
+    pages: Int64s
     group: int = 1
     sync: bool = True
     stream: Stream = None
-    waiting: list[tuple[int, Int64s]] = field(default_factory=list)
+    waiting: range = range(0)
     last: StagingBuffer | None = None
     before: StagingBuffer | None = None
 
 
-class Saver(KernelQueue):
+class Saver(Caches):
     """The saving side of a connector; the host never waits for the device here, but in `end_save`."""
 
+    kernels: Kernels
     _timeline: Timeline
 
-    def save_layer(self, save: Save, layer: int, pages: Int64s) -> None:
-        """Save a layer that the current stream has been told to compute, into pages, int64 (chunks,).
+    def save_layer(self, save: Save, layer: int) -> None:
+        """Save a layer that the current stream has been told to compute.
 
         It is queued when its group is full, at the latest in `finish_save`: a model's own code makes ours
         slow in between, and queued in a row, several layers take little more than one. Its rows must not
         change before the call that `leave_save` orders.
         """
         current = self.platform.current_stream(self.device)
-        if save.waiting and (current != save.stream or layer != save.waiting[-1][0] + 1):
+        if save.waiting and (current != save.stream or layer != save.waiting.stop):
             self.finish_save(save)
         save.stream = current
-        save.waiting.append((layer, pages))
+        save.waiting = range(save.waiting.start if save.waiting else layer, layer + 1)
         if len(save.waiting) >= save.group:
             self.finish_save(save)
 
     def finish_save(self, save: Save) -> None:
         """Queue kernels and copies of all layers that wait, behind what the stream of the last one holds."""
-        waiting, save.waiting = save.waiting, []
+        waiting, save.waiting = save.waiting, range(0)
         if waiting and save.sync:
             self._wait_for_writers(save)
         for start in range(0, len(waiting), save.plan.together):
@@ -71,7 +73,7 @@ class Saver(KernelQueue):
 
         What was not queued is not saved.
         """
-        save.waiting.clear()
+        save.waiting = range(0)
         if save.last is not None:
             self.platform.wait_event(save.stream, save.last.filled)
             current = self.platform.current_stream(self.device)
@@ -83,16 +85,14 @@ class Saver(KernelQueue):
         self._wait_for_copies(save)
         save.plan.uploads.give_back()
 
-    def _queue_save(self, save: Save, waiting: Sequence[tuple[int, Int64s]]) -> None:
-        """Queue layers that share a staging buffer, one behind the other in the model."""
-        lane, (first, pages) = save.lane, waiting[0]
-        layers = range(first, first + len(waiting))
+    def _queue_save(self, save: Save, layers: range) -> None:
+        """Queue layers that share a staging buffer."""
+        lane, pages = save.lane, save.pages[layers.start]
         sources = self.layers[layers.start : layers.stop]
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
         for number, part in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
-            sharing = Sharing(sources, buffer.memory, save.plan.layer_bytes(sources[0]), part.rows)
-            self._queue_move(lane.kernels, sharing, scatter=False)
+            lane.move(self.kernels, save.plan.sharing(sources, buffer.memory, part.rows))
             lane.mark_filled(buffer)
             save.before, save.last = save.last, buffer
             lane.pass_on(buffer)

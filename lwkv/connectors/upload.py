@@ -37,8 +37,10 @@ class Uploads:
         self._taken: list[Table] = []
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue the copy of a non-empty host tensor and return the device's."""
+        """Queue the copy of a host tensor and return the device's; one without elements is what is given."""
         array, size = values.numpy(), values.nbytes
+        if size == 0:
+            return values
         table = self.new_table(size)
         # By numpy: torch takes twice as long.
         table.pinned.numpy()[:size].view(array.dtype).reshape(array.shape)[...] = array

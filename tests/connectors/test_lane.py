@@ -11,7 +11,7 @@ from lwkv.platforms import Platform
 
 @pytest.fixture
 def lane(platform: Platform, device: torch.device) -> Lane:
-    return Lane(platform, device, 3, 512, "copies")
+    return Lane(platform, device, 3, 512, loads=True)
 
 
 def test_buffers_take_turns(lane: Lane) -> None:

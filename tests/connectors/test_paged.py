@@ -286,7 +286,7 @@ def test_layers_of_a_group_that_are_not_given_one_after_the_other_go_to_their_ow
         save = connector.begin_save(Transfer(np.array([8, 8]), np.array(run_slots(0, 16))), pages)
         load = connector.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
         for layer in (0, 2, 3):
-            connector.save_layer(save, layer, pages[layer])
+            connector.save_layer(save, layer)
         connector.finish_save(save)
         connector.leave_save(save)
         connector.end_save(save)
