@@ -29,13 +29,14 @@ from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
 from lwkv.pool import HostPool
 from lwkv.registered import Registration
-from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
+from lwkv.request import Request, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval
 from lwkv.storage import StorageManager, Tier, TierSetup
 from lwkv.storage.tiers import open_tiers
 from lwkv.storing import BatchStoring
 from lwkv.timeline import Timeline
 from lwkv.token_ids import as_token_ids
+from lwkv.transfer import CheckedRequest, Chunking
 
 __all__ = ["CacheEngine", "Request"]
 

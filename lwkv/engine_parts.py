@@ -11,8 +11,8 @@ from lwkv.config import Config
 from lwkv.connectors.paged import PagedConnector
 from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
-from lwkv.request import CheckedRequest
 from lwkv.storage import StorageManager
+from lwkv.transfer import CheckedRequest
 
 
 @dataclass(frozen=True, slots=True)

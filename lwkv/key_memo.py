@@ -10,7 +10,7 @@ import numpy as np
 
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.platforms.protocol import Int64s
-from lwkv.request import CheckedRequest, Chunking
+from lwkv.transfer import CheckedRequest, Chunking
 
 NUM_PROMPTS = 32
 

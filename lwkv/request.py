@@ -1,10 +1,10 @@
-"""One request's tokens and where the engine keeps them."""
+"""What a request may be: its tokens, and where the engine keeps them, checked together with its batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,8 @@ import torch
 from lwkv.errors import RequestError
 from lwkv.keys import as_salts
 from lwkv.platforms.protocol import Int64s
-from lwkv.slots import check_slots
 from lwkv.token_ids import as_token_ids
-from lwkv.transfer import NO_SLOT, Transfer
+from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,65 +35,6 @@ class Request:
     salts: Sequence[str] = ()
 
 
-class Chunking(NamedTuple):
-    """How tokens are cut into chunks.
-
-    `chunk_size` tokens each; a smaller last one counts if `partial`, cut down to a multiple of `unit` tokens,
-    which `chunk_size` is too.
-    """
-
-    chunk_size: int
-    partial: bool
-    unit: int = 1
-
-    def chunk_tokens(self, num_tokens: int) -> Int64s:
-        """Tokens of each chunk, int64 (chunks,)."""
-        full, rest = divmod(self.covered(num_tokens), self.chunk_size)
-        return np.array([self.chunk_size] * full + [rest] * (rest > 0), np.int64)
-
-    def covered(self, num_tokens: int) -> int:
-        """Tokens of all chunks together."""
-        rest = num_tokens % self.chunk_size
-        return num_tokens - (rest % self.unit if self.partial else rest)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request that fits the engine's cache.
-
-    Attributes:
-        ids, slots: int64 (tokens,).
-        first: tokens at the beginning that the engine has itself.
-        chunk_tokens: int64 (chunks,), tokens of each chunk.
-    """
-
-    ids: Int64s
-    slots: Int64s
-    first: int
-    salts: tuple[str, ...]
-    chunk_size: int
-    chunk_tokens: Int64s
-
-    def loads(self, first_chunk: int, last_chunk: int) -> Transfer:
-        """Move chunks [first_chunk, last_chunk), less the tokens that the engine has itself."""
-        counts = self.chunk_tokens[first_chunk:last_chunk]
-        start = first_chunk * self.chunk_size
-        slots = self.slots[start : start + int(counts.sum())].copy()
-        slots[: max(0, self.first - start)] = NO_SLOT
-        return Transfer(counts, slots)
-
-    def saves(self) -> Transfer:
-        """Move every chunk."""
-        return Transfer(self.chunk_tokens, self.slots[: int(self.chunk_tokens.sum())])
-
-    def new_chunks(self) -> npt.NDArray[np.bool_]:
-        """Chunks that can be stored: not wholly in the masked part, and with a slot for every token."""
-        ends = np.cumsum(self.chunk_tokens)
-        without = np.cumsum(np.append(0, self.slots == NO_SLOT))
-        with_slots: npt.NDArray[np.bool_] = without[ends] == without[ends - self.chunk_tokens]
-        return (ends > self.first) & with_slots
-
-
 def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
     """Bring requests into one form that are loaded together.
 
@@ -105,7 +45,7 @@ def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking)
             the same token of the same prefix and salts.
     """
     checked = [_checked(request, chunking) for request in as_requests(requests)]
-    check_slots(checked, num_slots)
+    _check_slots(checked, num_slots)
     if chunking.unit > 1:
         for request in checked:
             request.loads(0, len(request.chunk_tokens)).row_slots(chunking.unit)
@@ -115,7 +55,7 @@ def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking)
 def check_stores(requests: Sequence[Request], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
     """Bring requests into one form that are stored together. Raises RequestError as `check_loads`."""
     checked = [_checked(request, chunking) for request in as_requests(requests)]
-    check_slots(checked, num_slots)
+    _check_slots(checked, num_slots)
     if chunking.unit > 1:
         for request in checked:
             request.saves().only(request.new_chunks()).row_slots(chunking.unit)
@@ -159,3 +99,72 @@ def _as_row(name: str, values: Any, num_tokens: int, kinds: str, words: str) -> 
             f"{name} is {row.dtype} {row.shape}; it must be {words}, one for each of the {num_tokens} tokens"
         )
     return row
+
+
+def _check_slots(requests: Sequence[CheckedRequest], num_slots: int) -> None:
+    """Refuse slots that cannot be those of a batch.
+
+    Raises:
+        RequestError: a slot out of range; one given to two tokens of a request, or of two requests, unless
+            it is the same token after the same prefix, under the same salts.
+    """
+    slots = joined([request.slots for request in requests])
+    if _are_repeated(slots, num_slots):
+        _refuse_contradictions(requests, slots)
+
+
+def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) -> None:
+    """Raise RequestError for a slot of two tokens, unless they are one: at the end of the same prefix.
+
+    Only neighbours in the order of slots are compared: sharing a prefix is transitive.
+    """
+    lengths = [len(request.slots) for request in requests]
+    owners = np.repeat(np.arange(len(requests)), lengths)
+    places = joined([np.arange(length) for length in lengths])
+    order = np.argsort(slots, kind="stable")
+    order = order[slots[order] != NO_SLOT]
+    before, after = order[:-1], order[1:]
+    shared = slots[before] == slots[after]
+    before, after = before[shared], after[shared]
+    pairs, number = np.unique(owners[before] * len(requests) + owners[after], return_inverse=True)
+    owned = (divmod(pair, len(requests)) for pair in pairs.tolist())
+    same = np.array([_common_prefix(requests[a], requests[b]) for a, b in owned])
+    wrong = (places[before] != places[after]) | (places[before] >= same[number.reshape(-1)])
+    if wrong.any():
+        raise RequestError(
+            f"slot {slots[before[wrong.argmax()]]} is given to two tokens of a request, or of two; each "
+            "needs its own, but requests of a batch may share the slots of a prefix that is the same in both"
+        )
+
+
+def _common_prefix(one: CheckedRequest, other: CheckedRequest) -> int:
+    if one.salts != other.salts:
+        return 0
+    length = min(len(one.ids), len(other.ids))
+    differ = one.ids[:length] != other.ids[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _are_repeated(slots: Int64s, num_slots: int) -> bool:
+    """Whether any slot occurs twice. Raises RequestError for a slot out of range.
+
+    Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
+    after the one before has ended, firsts and lasts sorted by themselves.
+    """
+    if (slots == NO_SLOT).any():
+        slots = slots[slots != NO_SLOT]
+    if not len(slots):
+        return False
+    steps = np.zeros(len(slots), np.int64)
+    np.subtract(slots[1:], slots[:-1], out=steps[1:])
+    starts = (steps != 1).nonzero()[0]
+    # The slot before a run's first ends the run before; before the very first stands the very last.
+    first, last = slots[starts], slots[starts - 1]
+    first.sort()
+    last.sort()
+    for extreme in (int(first[0]), int(first[-1]), int(last[-1])):
+        if not 0 <= extreme < num_slots:
+            raise RequestError(
+                f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
+            )
+    return bool((first[1:] <= last[:-1]).any())

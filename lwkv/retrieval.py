@@ -16,9 +16,8 @@ from lwkv.connectors.loader import Load
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.platforms.protocol import Int64s
-from lwkv.request import CheckedRequest
 from lwkv.storage import Hold, Missing
-from lwkv.transfer import NO_SLOT, Transfer
+from lwkv.transfer import NO_SLOT, CheckedRequest, Transfer
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ import numpy as np
 from lwkv.connectors.saver import Save
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.request import CheckedRequest
 from lwkv.storage import Write
-from lwkv.transfer import Transfer
+from lwkv.transfer import CheckedRequest, Transfer
 
 log = logging.getLogger(__name__)
 

@@ -58,10 +58,6 @@ class Transfer:
         """The same without the chunks that are False, bool (chunks,)."""
         return Transfer(self.chunk_tokens[chunks], self.slots[np.repeat(chunks, self.chunk_tokens)])
 
-    def page_rows(self, shape: PageShape) -> Int64s:
-        """Rows in use in each chunk's page, int64 (chunks,)."""
-        return shape.parts * (self.chunk_tokens // shape.tokens_per_row)
-
     def rows(self, shape: PageShape, chunks_per_slice: int) -> tuple[Int64s, list[int]]:
         """Number every row that is moved.
 
@@ -99,3 +95,62 @@ class Transfer:
                 f"{blocks[wrong][0].tolist()}: give all of them in order, or {NO_SLOT} for all"
             )
         return np.where(skipped, NO_SLOT, blocks[:, 0] // tokens_per_row)
+
+
+class Chunking(NamedTuple):
+    """How tokens are cut into chunks.
+
+    `chunk_size` tokens each; a smaller last one counts if `partial`, cut down to a multiple of `unit` tokens,
+    which `chunk_size` is too.
+    """
+
+    chunk_size: int
+    partial: bool
+    unit: int = 1
+
+    def chunk_tokens(self, num_tokens: int) -> Int64s:
+        """Tokens of each chunk, int64 (chunks,)."""
+        full, rest = divmod(self.covered(num_tokens), self.chunk_size)
+        return np.array([self.chunk_size] * full + [rest] * (rest > 0), np.int64)
+
+    def covered(self, num_tokens: int) -> int:
+        """Tokens of all chunks together."""
+        rest = num_tokens % self.chunk_size
+        return num_tokens - (rest % self.unit if self.partial else rest)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that fits the engine's cache.
+
+    Attributes:
+        ids, slots: int64 (tokens,).
+        first: tokens at the beginning that the engine has itself.
+        chunk_tokens: int64 (chunks,), tokens of each chunk.
+    """
+
+    ids: Int64s
+    slots: Int64s
+    first: int
+    salts: tuple[str, ...]
+    chunk_size: int
+    chunk_tokens: Int64s
+
+    def loads(self, first_chunk: int, last_chunk: int) -> Transfer:
+        """Move chunks [first_chunk, last_chunk), less the tokens that the engine has itself."""
+        counts = self.chunk_tokens[first_chunk:last_chunk]
+        start = first_chunk * self.chunk_size
+        slots = self.slots[start : start + int(counts.sum())].copy()
+        slots[: max(0, self.first - start)] = NO_SLOT
+        return Transfer(counts, slots)
+
+    def saves(self) -> Transfer:
+        """Move every chunk."""
+        return Transfer(self.chunk_tokens, self.slots[: int(self.chunk_tokens.sum())])
+
+    def new_chunks(self) -> npt.NDArray[np.bool_]:
+        """Chunks that can be stored: not wholly in the masked part, and with a slot for every token."""
+        ends = np.cumsum(self.chunk_tokens)
+        without = np.cumsum(np.append(0, self.slots == NO_SLOT))
+        with_slots: npt.NDArray[np.bool_] = without[ends] == without[ends - self.chunk_tokens]
+        return (ends > self.first) & with_slots

@@ -10,7 +10,7 @@ import pytest
 from lwkv import key_memo
 from lwkv.key_memo import NUM_PROMPTS, KeyMemo
 from lwkv.keys import chunk_keys
-from lwkv.request import Chunking
+from lwkv.transfer import Chunking
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lwkv.errors import RequestError
-from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
-from lwkv.transfer import NO_SLOT
+from lwkv.request import Request, check_loads, check_stores
+from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking
 
 NUM_SLOTS = 64
 WHOLE = Chunking(8, partial=False)

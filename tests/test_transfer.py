@@ -64,12 +64,6 @@ def test_joined_transfers_follow_each_other() -> None:
     assert Transfer.join([]).num_chunks == 0
 
 
-def test_a_page_in_use_has_the_rows_of_its_tokens() -> None:
-    transfer = make([6, 4], [True] * 10)
-    assert transfer.page_rows(PageShape(2, 6, 1)).tolist() == [12, 8]
-    assert transfer.page_rows(PageShape(1, 3, 2)).tolist() == [3, 2]
-
-
 def test_rows_of_whole_blocks_are_numbered_by_block() -> None:
     slots = [8, 9, 10, 11, *[NO_SLOT] * 4, 0, 1, 2, 3]
     transfer = Transfer(np.array([8, 4], np.int64), np.array(slots, np.int64))

@@ -11,8 +11,8 @@ import numpy as np
 
 from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
-from lwkv.request import Chunking, Request, check_loads
-from lwkv.transfer import NO_SLOT
+from lwkv.request import Request, check_loads
+from lwkv.transfer import NO_SLOT, Chunking
 
 
 class Segment(NamedTuple):

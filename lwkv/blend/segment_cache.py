@@ -18,11 +18,11 @@ from lwkv.errors import ConfigError
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms.protocol import Int64s
-from lwkv.request import CheckedRequest, Chunking, Request, check_loads, check_stores
+from lwkv.request import Request, check_loads, check_stores
 from lwkv.retrieval import BatchRetrieval
 from lwkv.storing import BatchStoring
 from lwkv.token_ids import TokenIds
-from lwkv.transfer import NO_SLOT, Transfer
+from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, Transfer
 
 NAMESPACE = "segment"
 

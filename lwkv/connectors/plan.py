@@ -127,9 +127,9 @@ class Plan:
         """Those of slice `number` of layers that are all like `layer`; `pages` is int64 (layers, chunks)."""
         cut = self._cut
         start = number * cut.chunks_per_slice
-        chunks, shape = slice(start, start + cut.chunks_per_slice), page_shape(layer, cut.chunk_size)
-        sizes = self.transfer.page_rows(shape)[chunks] * layer.row_bytes
-        return self._pool.copy_batches(pages[:, chunks], sizes, layer.page_bytes(cut.chunk_size))
+        chunks, page_bytes = slice(start, start + cut.chunks_per_slice), layer.page_bytes(cut.chunk_size)
+        sizes = self.transfer.chunk_tokens[chunks] * page_bytes // cut.chunk_size
+        return self._pool.copy_batches(pages[:, chunks], sizes, page_bytes)
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots = self.transfer.row_slots(shape.tokens_per_row)

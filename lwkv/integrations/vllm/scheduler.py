@@ -17,7 +17,7 @@ from lwkv.integrations.vllm.reports import StepReports
 from lwkv.integrations.vllm.scheduled import Scheduled
 from lwkv.integrations.vllm.stale import StaleBlocks
 from lwkv.integrations.vllm.tracked import Span, Tracked
-from lwkv.request import Chunking
+from lwkv.transfer import Chunking
 
 
 @dataclass(frozen=True, slots=True)

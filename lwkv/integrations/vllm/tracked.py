@@ -12,7 +12,7 @@ from lwkv.integrations.vllm.index import ChunkIndex, RankKeys
 from lwkv.integrations.vllm.orders import Move, packed
 from lwkv.integrations.vllm.prompt import salts_of, token_ids
 from lwkv.platforms.protocol import Int64s
-from lwkv.request import Chunking
+from lwkv.transfer import Chunking
 
 ASK_AGAIN_S = 1.0
 """Seconds after which a waiting request's chunks are looked for again where there was no news of any."""

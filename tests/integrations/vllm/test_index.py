@@ -13,7 +13,7 @@ from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.tracked import ASK_AGAIN_S, Tracked
 from lwkv.keys import ChunkKey, chunk_keys
-from lwkv.request import Chunking
+from lwkv.transfer import Chunking
 
 CHUNK = 4
 TOKENS = np.arange(8 * CHUNK)
