@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from lwkv.config import Config
 from lwkv.connectors import BufferConnector
 from lwkv.engine import CacheEngine
 from lwkv.keys import ChunkKey, LayerKey
-from lwkv.layout import KVSpec
+from lwkv.layout import KVSpec, describe_layers
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status
@@ -252,7 +253,9 @@ class Oracle:
         """Made here and not by CreateGPUConnector: it must work on platforms not yet shown to blend, too."""
         metadata, hints = self.metadata, self.form.hints
         spec = KVSpec(metadata.num_kv_heads, metadata.head_size, self.dims.block_size, metadata.use_mla)
-        connector = BufferConnector(config, self.platform, spec, hints.get("layout"), hints.get("opaque_tag"))
+        layout, opaque_tag = hints.get("layout"), hints.get("opaque_tag")
+        describe = partial(describe_layers, spec=spec, layout=layout, opaque_tag=opaque_tag)
+        connector = BufferConnector(config, self.platform, describe)
         connector.register(self.kvcaches)
         return connector
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import UnionType
 
 from lwkv.config import Config
@@ -11,7 +12,7 @@ from lwkv.connectors.hints import LayoutHints, check_hints
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
-from lwkv.layout import KVSpec
+from lwkv.layout import KVSpec, describe_layers
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform, detect_platform, platforms_with
 
@@ -52,8 +53,9 @@ def CreateGPUConnector(
     spec = hints.get("specs") or KVSpec(
         metadata.num_kv_heads, metadata.head_size, hints["block_size"], metadata.use_mla
     )
+    layout, opaque_tag = hints.get("layout"), hints.get("opaque_tag")
     kind = BufferConnector if config.enable_blending else PagedConnector
-    return kind(config, chosen, spec, hints.get("layout"), hints.get("opaque_tag"))
+    return kind(config, chosen, partial(describe_layers, spec=spec, layout=layout, opaque_tag=opaque_tag))
 
 
 def _require_type(name: str, value: object, wanted: type | UnionType, example: str) -> None:

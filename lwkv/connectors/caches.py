@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from operator import is_
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from lwkv.config import Config
 from lwkv.errors import LayoutError
-from lwkv.layout import KVSpec, describe_layers
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Platform
 from lwkv.registered import Registration, number_layers, place
+
+Describe: TypeAlias = "Callable[[Registration], Sequence[PagedLayer]]"
 
 
 class Caches:
@@ -24,43 +23,21 @@ class Caches:
     Args:
         config: chunk size and staging.
         platform: of the device the caches are on.
-        spec: what the engine keeps of a token in a layer, or that for each layer's name.
-        layout, opaque_tag: as in `describe_layers`.
+        describe: tells the layers of what is registered, as `describe_layers`.
 
     Attributes:
-        layers: those that are moved; one whose KV another has too is left out.
+        layers: those that are moved, `num_layers` on one `device`; one whose KV another has too is left out.
+        num_slots: slots that every layer has.
         layer_of: the index in `layers` of every entry that was registered, by its name and by its position.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        platform: Platform,
-        spec: KVSpec | Mapping[str, KVSpec],
-        layout: str | None = None,
-        opaque_tag: str | None = None,
-    ) -> None:
+    def __init__(self, config: Config, platform: Platform, describe: Describe) -> None:
         self.platform = platform
         self.layers: Sequence[PagedLayer] = ()
         self.layer_of: dict[str | int, int] = {}
         self._config = config
-        self._spec = spec
-        self._layout = layout
-        self._opaque_tag = opaque_tag
+        self._describe = describe
         self._seen: list[Tensor] = []
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @cached_property
-    def num_slots(self) -> int:
-        """Slots that every layer has."""
-        return min(layer.num_rows * layer.tokens_per_row for layer in self.layers)
-
-    @cached_property
-    def device(self) -> torch.device:
-        return self.layers[0].device
 
     @property
     def page_format(self) -> str:
@@ -82,13 +59,13 @@ class Caches:
         """Describe what the engine registers; the same again is fine, and the very same tensors cost little.
 
         Raises:
-            LayoutError: as `describe_layers`; other memory than before, or the same seen in another way;
+            LayoutError: as `describe`; other memory than before, or the same seen in another way;
                 tensors of another device type.
         """
         tensors = _tensors(kvcaches)
-        if self._seen and len(tensors) == len(self._seen) and all(map(is_, tensors, self._seen)):
+        if tensors and [*map(id, tensors)] == [*map(id, self._seen)]:
             return
-        layers = describe_layers(kvcaches, self._spec, self._layout, self._opaque_tag)
+        layers = self._describe(kvcaches)
         if layers[0].device.type != self.platform.device_type:
             raise LayoutError(
                 f"layer {layers[0].name!r} is on {layers[0].device}, the platform is {self.platform.name!r}: "
@@ -99,6 +76,8 @@ class Caches:
         if not self.layers:
             self._check_layers(layers)
             self.layers, self.layer_of = layers, number_layers(kvcaches)
+            self.num_layers, self.device = len(layers), layers[0].device
+            self.num_slots = min(layer.num_rows * layer.tokens_per_row for layer in layers)
         # The tensors, not what holds them: that may be filled anew.
         self._seen = tensors
 

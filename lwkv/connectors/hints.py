@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import TypedDict
 
+from lwkv.config_errors import did_you_mean
 from lwkv.errors import ConfigError
 from lwkv.layout import KVSpec
 
@@ -31,25 +31,19 @@ def check_hints(engine: str, hints: LayoutHints) -> LayoutHints:
     """Complete the hints. Raises ConfigError for an engine that is not known or a hint that cannot be."""
     if engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
+    names = LayoutHints.__annotations__
     for name, value in hints.items():
-        _check_name(name)
+        if name not in names:
+            near = did_you_mean(name, names)
+            raise ConfigError(f"no layout hint {name!r}; there are {', '.join(names)}{near}")
         if not _is_right(name, value):
             words = _WORDS.get(name, "text")
             raise ConfigError(f"layout_hints[{name!r}] is {value!r}; it must be {words}")
-    if "specs" in hints:
-        if "block_size" in hints:
-            raise ConfigError("layout_hints has specs, each with its block_size: leave block_size out")
-    elif engine == "vllm" and "block_size" not in hints:
+    if "specs" in hints and "block_size" in hints:
+        raise ConfigError("layout_hints has specs, each with its block_size: leave block_size out")
+    if engine == "vllm" and not {"specs", "block_size"} & set(hints):
         raise ConfigError('layout_hints["block_size"] is missing: give the tokens of a block of the caches')
     return {"block_size": 1, **hints}
-
-
-def _check_name(name: str) -> None:
-    names = LayoutHints.__annotations__
-    if name not in names:
-        near = get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"no layout hint {name!r}; there are {', '.join(names)}{hint}")
 
 
 def _is_right(name: str, value: object) -> bool:

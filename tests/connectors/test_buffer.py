@@ -239,7 +239,7 @@ def test_layers_of_different_dtypes_cannot_be_blended(platform: Platform, device
     oracle = Oracle(platform, device)
     caches = oracle.kvcaches | {"odd": torch.zeros(2, 16, 4, 2, 3, dtype=torch.float64, device=device)}
     engine = oracle.engine(CHUNK, enable_blending=True)
-    fresh = type(engine.connector)(engine.config, platform, engine.connector._spec)
+    fresh = type(engine.connector)(engine.config, platform, engine.connector._describe)
     with pytest.raises(LayoutError, match=r"'odd'.*cannot be blended"):
         fresh.register(caches)
     engine.close()

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lwkv.config import Config
-from lwkv.connectors import caches
 from lwkv.connectors.caches import Caches
 from lwkv.errors import LayoutError
-from lwkv.layout import KVSpec
+from lwkv.layout import KVSpec, PagedLayer, describe_layers
 from lwkv.platforms.cpu import CPU
 
 HOLDERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
@@ -31,17 +30,18 @@ def tensors_for(hold: Any) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def registered() -> Caches:
-    return Caches(Config(chunk_size=4), CPU(), KVSpec(2, 1, 1))
+def described() -> list[Any]:
+    """What was looked at in full."""
+    return []
 
 
 @pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was looked at in full."""
-    seen: list[Any] = []
-    describe = caches.describe_layers
-    monkeypatch.setattr(caches, "describe_layers", lambda *of: seen.append(of[0]) or describe(*of))
-    return seen
+def registered(described: list[Any]) -> Caches:
+    def describe(kvcaches: Any) -> list[PagedLayer]:
+        described.append(kvcaches)
+        return describe_layers(kvcaches, KVSpec(2, 1, 1))
+
+    return Caches(Config(chunk_size=4), CPU(), describe)
 
 
 @pytest.mark.parametrize("name", HOLDERS)
@@ -90,6 +90,6 @@ def test_what_is_no_registration_is_refused_before_and_after_one(registered: Cac
 
 @pytest.mark.parametrize(("hints", "blocks"), [((), 7), (("opaque", "tag"), 5)], ids=["canonical", "opaque"])
 def test_there_are_as_many_slots_as_tokens_fit_into_every_layer(hints: tuple[str, ...], blocks: int) -> None:
-    registered = Caches(Config(chunk_size=4), CPU(), KVSpec(3, 8, 4), *hints)
+    registered = Caches(Config(chunk_size=4), CPU(), lambda of: describe_layers(of, KVSpec(3, 8, 4), *hints))
     registered.register([torch.zeros(9, 3, 4, 16), torch.zeros(blocks, 3, 4, 16)])
     assert registered.num_slots == 4 * blocks

@@ -92,7 +92,7 @@ def test_blending_goes_layer_by_layer() -> None:
         ("trtllm", HINTS, "no engine 'trtllm'; there are vllm, sglang"),
         ("vllm", {}, "block_size"),
         ("vllm", None, "block_size"),
-        ("vllm", {"block_size": 4, "layot": "x"}, "no layout hint 'layot'.*did you mean 'layout'"),
+        ("vllm", {"block_size": 4, "layot": "x"}, "no layout hint 'layot'.*did you mean layout"),
         ("sglang", {"shape": 1}, "no layout hint 'shape'; there are block_size, specs, layout, opaque_tag"),
         ("vllm", {"specs": {"l.0": (2, 4)}}, r"'specs'\] is .*; it must be a KVSpec for each layer name"),
         ("vllm", {"specs": [KVSpec(2, 4, 4)]}, "it must be a KVSpec for each layer name"),
