@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
@@ -36,7 +36,7 @@ from lwkv.storage.tiers import open_tiers
 from lwkv.storing import BatchStoring
 from lwkv.timeline import Timeline
 from lwkv.token_ids import as_token_ids
-from lwkv.transfer import CheckedRequest, Chunking
+from lwkv.transfer import Chunking
 
 __all__ = ["CacheEngine", "Request"]
 
@@ -56,6 +56,8 @@ class CacheEngine:
 
     Attributes:
         namespace: what all keys begin with: everything that changes the bytes of a page.
+        num_layers: those that are moved.
+        tier_names: of all tiers, host memory first.
 
     Raises:
         ConfigError: settings that cannot work for these caches, such as a tier that does not exist or a dtype
@@ -74,40 +76,40 @@ class CacheEngine:
         follow_log_level()
         self.config = config
         self.connector = connector
+        self.num_layers = connector.num_layers
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
         registered = metadata.as_registered([layer.dtype for layer in connector.layers])
         names = [layer.name for layer in connector.layers]
         self.namespace = make_namespace(registered, config.chunk_size, connector.page_format, names)
         self._memo = KeyMemo(self.namespace, self._chunking)
-        self._counters = Counters()
+        counters = Counters()
         self._pool = HostPool(
-            connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, self._counters
+            connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, counters
         )
         self._pool.reserve(config.reserve_bytes)
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
         use_device = partial(connector.platform.set_device, connector.device)
-        setup = TierSetup(
-            config, connector.num_layers, connector.page_bytes, connector.page_format, self._counters
-        )
+        setup = TierSetup(config, self.num_layers, connector.page_bytes, connector.page_format, counters)
         self._storage = StorageManager(
             self._pool,
-            connector.num_layers,
+            self.num_layers,
             [*tiers, *open_tiers(setup)],
             config.load_timeout_s,
-            self._counters,
+            counters,
             use_device=use_device,
             keep_in_host=config.local_cpu,
             write_back=config.write_policy == "write_back",
         )
+        self.tier_names = self._storage.tier_names
         self._closed = False
         with ExitStack() as undo:
             undo.callback(self._storage.close, 0)
             connector.start(self._pool, timeline)
             undo.callback(connector.stop)
-            self._completions = Completions(self._counters, use_device)
+            self._completions = Completions(counters, use_device)
             undo.pop_all()
         self._parts = EngineParts(
-            config, self._memo.of, self._storage, connector, self._completions, self._counters
+            config, self._memo.of, self._storage, connector, self._completions, counters
         )
         weakref.finalize(self, self._completions.close).atexit = False
         log.info("%s", self._describe())
@@ -128,15 +130,6 @@ class CacheEngine:
         connector = CreateGPUConnector(config, metadata, engine, layout_hints, platform)
         connector.register(kvcaches)
         return cls(config, metadata, connector, tiers, timeline)
-
-    @property
-    def num_layers(self) -> int:
-        return self.connector.num_layers
-
-    @property
-    def tier_names(self) -> list[str]:
-        """The names of all tiers, host memory first."""
-        return self._storage.tier_names
 
     def keys(self, tokens: Any, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The key of every chunk of `tokens`, which is not the caller's to change. Raises as `lookup`."""
@@ -191,7 +184,7 @@ class CacheEngine:
             RequestError: arguments that do not fit. LayoutError: other caches than were registered.
             ClosedError: the engine is closed.
         """
-        requests = self._check(check_loads, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
+        requests = check_loads([Request(tokens, slot_mapping, mask, salts)], *self._limits(kvcaches))
         return retrieve_steps(BatchRetrieval(requests, self._parts), sync, itemgetter(0))
 
     def store_layer(
@@ -215,7 +208,7 @@ class CacheEngine:
 
         Args and Raises: as for `retrieve_layer`.
         """
-        requests = self._check(check_stores, [Request(tokens, slot_mapping, mask, salts)], kvcaches)
+        requests = check_stores([Request(tokens, slot_mapping, mask, salts)], *self._limits(kvcaches))
         return store_steps(BatchStoring(requests, self._parts, sync))
 
     def retrieve_batch(
@@ -225,11 +218,11 @@ class CacheEngine:
 
         Two of them may share the slots of a prefix that is the same in both, and no others.
         """
-        return retrieve_steps(BatchRetrieval(self._check(check_loads, requests), self._parts), sync, list)
+        return retrieve_steps(BatchRetrieval(check_loads(requests, *self._limits()), self._parts), sync, list)
 
     def store_batch(self, requests: Sequence[Request], sync: bool = True) -> Generator[None, None, None]:
         """As `store_layer`, for several requests merged into one transfer a layer."""
-        return store_steps(BatchStoring(self._check(check_stores, requests), self._parts, sync))
+        return store_steps(BatchStoring(check_stores(requests, *self._limits()), self._parts, sync))
 
     def retrieve(self, tokens: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
         """Load all layers at once, in front of the current stream's next work; arguments as above."""
@@ -267,7 +260,7 @@ class CacheEngine:
 
         Names that begin with a tier's name, "host" first, tell of that tier: see lwkv.storage.meter.
         """
-        return self._counters.totals() | self._storage.totals() | self._pool.totals()
+        return self._parts.counters.totals() | self._storage.totals() | self._pool.totals()
 
     def metrics(self, **labels: str) -> str:
         """What `stats` tells, as text for Prometheus, with `labels` on every metric; the caller serves it."""
@@ -301,16 +294,12 @@ class CacheEngine:
         self._require_open()
         return self._parts
 
-    def _check(
-        self,
-        check: Callable[[Sequence[Request], int, Chunking], list[CheckedRequest]],
-        requests: Sequence[Request],
-        kvcaches: Registration | None = None,
-    ) -> list[CheckedRequest]:
+    def _limits(self, kvcaches: Registration | None = None) -> tuple[int, Chunking]:
+        """What requests must fit, of an engine that is open and has these caches."""
         self._require_open()
         if kvcaches is not None:
             self.connector.register(kvcaches)
-        return check(requests, self.connector.num_slots, self._chunking)
+        return self.connector.num_slots, self._chunking
 
     def _require_open(self) -> None:
         if self._closed:

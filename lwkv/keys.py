@@ -81,12 +81,14 @@ def chunk_keys(
     if chunk_size < 1:
         raise RequestError(f"chunk_size: got {chunk_size}; allowed: 1 or more")
     ids = as_token_ids(tokens).astype("<i8", copy=False)
-    parent, length = _root_hash(namespace, chunk_size, salts), len(ids)
+    stop = len(ids) if partial else len(ids) - len(ids) % chunk_size
     data = memoryview(ids.tobytes())
-    stop = length if partial else length - length % chunk_size
+    root = encode([namespace, str(chunk_size), *as_salts(salts)])
+    parent = blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()
     keys = []
     for start in range(0, 8 * stop, 8 * chunk_size):
-        parent = _chunk_hash(parent, data[start : start + 8 * chunk_size])
+        both = b"".join((parent, data[start : start + 8 * chunk_size]))
+        parent = blake2b(both, digest_size=HASH_BYTES, person=b"lwkv chunk").digest()
         keys.append(ChunkKey(namespace, parent))
     return keys
 
@@ -97,12 +99,3 @@ def as_salts(salts: Any) -> tuple[str, ...]:
     if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
         raise RequestError(f"salts: got {salts!r}; allowed: a list or tuple of texts")
     return tuple(salts)
-
-
-def _chunk_hash(parent: bytes, ids: memoryview) -> bytes:
-    return blake2b(b"".join((parent, ids)), digest_size=HASH_BYTES, person=b"lwkv chunk").digest()
-
-
-def _root_hash(namespace: str, chunk_size: int, salts: Sequence[str]) -> bytes:
-    root = encode([namespace, str(chunk_size), *as_salts(salts)])
-    return blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()

@@ -151,7 +151,7 @@ LOCKS: dict[str, Callable[[CacheEngine], Any]] = {
     "host tier": lambda engine: engine._storage.host,
     "storage manager": lambda engine: engine._storage,
     "pool": lambda engine: engine._pool,
-    "counters": lambda engine: engine._counters,
+    "counters": lambda engine: engine.parts().counters,
     "growth": lambda engine: engine._storage._growth,
 }
 
