@@ -12,7 +12,6 @@ LwkvError
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 
 class LwkvError(Exception):
@@ -55,9 +54,7 @@ class ErrorsTo:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
             self._note(error)
         return True

@@ -19,7 +19,6 @@ from lwkv.token_ids import TokenIds, as_token_ids
 
 HASH_BYTES = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_CHUNK = re.compile(rf"({_NAMESPACE.pattern})\.([0-9a-f]{{32}})")
 
 
 class ChunkKey(NamedTuple):
@@ -42,14 +41,6 @@ class ChunkKey(NamedTuple):
         if not _NAMESPACE.fullmatch(self.namespace) or len(self.hash) != HASH_BYTES:
             raise ValueError(f"{self!r} is no key of a chunk; make_namespace and chunk_keys make them")
         return f"{self.namespace}.{self.hash.hex()}"
-
-    @classmethod
-    def from_string(cls, text: str) -> ChunkKey:
-        """Read what `to_string` wrote. Raises ValueError for any other text."""
-        match = _CHUNK.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no key of a chunk; allowed: <namespace>.<32 hexadecimal digits>")
-        return cls(match[1], bytes.fromhex(match[2]))
 
 
 class LayerKey(NamedTuple):

@@ -39,7 +39,8 @@ def check(folder: Path) -> None:
     with opened(folder, ROOM) as rig:
         tier, names = rig.open(), rig.names()
         assert all(name.endswith(".kv") for name in names), names
-        assert all(rig.is_whole(tier, ChunkKey.from_string(name.removesuffix(".kv"))) for name in names)
+        stems = [name.removesuffix(".kv").rpartition(".") for name in names]
+        assert all(rig.is_whole(tier, ChunkKey(space, bytes.fromhex(digits))) for space, _, digits in stems)
         assert rig.used() == len(names) * FORM.file_bytes <= ROOM * FORM.file_bytes
         assert rig.counters.totals().keys() <= {"disk_leftovers"}, rig.counters.totals()
         print(rig.counters.totals().get("disk_leftovers", 0), len(names), flush=True)
