@@ -11,8 +11,8 @@ from torch import Tensor
 from lwkv.kernels import triton_rotation, triton_source
 from lwkv.kernels.protocol import Rows, Sharing
 from lwkv.kernels.rotation import check_rotatable
-from lwkv.kernels.triton_joined import JoinedLayers
-from lwkv.kernels.triton_launch import Key, Launch, is_callable_compiled
+from lwkv.kernels.triton_joined import join_layers
+from lwkv.kernels.triton_launch import Key, Launch, is_callable_compiled, strides
 from lwkv.paged_layer import PagedLayer
 
 
@@ -28,35 +28,38 @@ class TritonKernels:
         self.takes_handles = is_callable_compiled(triton_source.move)
         self._launches: WeakKeyDictionary[PagedLayer, dict[Key, Launch]] = WeakKeyDictionary()
         self._compiled: dict[Key, Any] = {}
-        self._joined: JoinedLayers | None = None
+        self._joined: dict[tuple[bool, PagedLayer], Launch] = {}
 
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._move(True, layer, staging, rows)
+        self.move_layers(True, Sharing([layer], staging, 0, rows))
 
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self._move(False, layer, staging, rows)
+        self.move_layers(False, Sharing([layer], staging, 0, rows))
 
     def introduce(self, layers: Sequence[PagedLayer]) -> None:
-        self._joined = JoinedLayers(layers) if self.takes_handles else None
+        if self.takes_handles:
+            self._joined = join_layers(layers, self._compiled)
 
     def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
-        if self._joined is not None and len(sharing.layers) > 1:
-            self._joined.move(scatter, sharing, handle)
-            return
-        for layer, staging in sharing.parts():
-            self._move(scatter, layer, staging, sharing.rows, handle)
+        layers, staging, step, rows = sharing
+        first = layers[0]
+        if len(layers) == 1:
+            launch = self._find(first, (scatter, staging.data_ptr() % 16), self._make_move)
+            launch(sharing, (staging.numel() // first.row_bytes,), handle)
+        elif self._joined:
+            sizes = step // first.row_bytes, step // first.words[0].element_size()
+            self._joined[scatter, first](sharing, sizes, handle)
+        else:
+            for layer, part in sharing.parts():
+                self.move_layers(scatter, Sharing([layer], part, 0, rows), handle)
 
     def scatter_rotated(
         self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> None:
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
-        self._find(layer, key, self._make_rotated)(staging, rows, None, cos, sin)
-
-    def _move(
-        self, scatter: bool, layer: PagedLayer, staging: Tensor, rows: Rows, handle: int | None = None
-    ) -> None:
-        self._find(layer, (scatter, staging.data_ptr() % 16), self._make_move)(staging, rows, handle)
+        sharing, sizes = Sharing([layer], staging, 0, rows), (staging.numel() // layer.row_bytes,)
+        self._find(layer, key, self._make_rotated)(sharing, sizes, None, cos, sin)
 
     def _find(self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key], Launch]) -> Launch:
         launches = self._launches.setdefault(layer, {})
@@ -66,13 +69,13 @@ class TritonKernels:
 
     def _make_move(self, layer: PagedLayer, key: Key) -> Launch:
         k, v = layer.words[0], layer.words[-1]
-        across = layer.row_bytes // k.element_size()
-        return Launch(triton_source.move, layer, (k, v), across, key[:1], key, self._compiled)
+        across, constants = layer.row_bytes // k.element_size(), (*strides(k), key[0])
+        return Launch(triton_source.move, layer, (k, v), across, constants, key, self._compiled)
 
     def _make_rotated(self, layer: PagedLayer, key: Key) -> Launch:
         interleaved, half, *_ = key
         k, v = layer.k.view(layer.dtype), layer.words[-1]
         word = v.element_size() // k.element_size()
         across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
-        constants = (half, interleaved, word)
+        constants = (*strides(k), half, interleaved, word)
         return Launch(triton_rotation.scatter_rotated, layer, (k, v), across, constants, key, self._compiled)

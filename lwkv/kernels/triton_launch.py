@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from lwkv.kernels.protocol import Rows
+from lwkv.kernels.protocol import Sharing
 from lwkv.paged_layer import PagedLayer
 
 # Elements of one program's tile of K: four 16-byte loads a thread, with 8-byte words and 128 threads.
@@ -17,37 +17,42 @@ Key: TypeAlias = "tuple[Any, ...]"
 
 
 class Launch:
-    """A kernel for one layer, and for pointers of the alignment that its key names.
+    """A kernel for one layer, or more behind it, and for pointers of the alignment that its key names.
 
     Triton looks at all arguments of a call to find what it compiled for them; here that cannot change. What
     is compiled serves all layers that differ in their addresses and their number of rows only, and takes
     addresses: its launcher asks the driver about every tensor.
+
+    Args:
+        views: the kernel's first pointers; those of staging, rows and tables follow.
+        across: columns of a row.
     """
 
     def __init__(
         self,
         kernel: Any,
         layer: PagedLayer,
-        views: tuple[Tensor, Tensor],
+        views: tuple[Tensor, ...],
         across: int,
         constants: tuple[object, ...],
         key: Key,
         compiled: dict[Key, Any],
     ) -> None:
-        k, v = self._views = views
-        self._addresses = k.data_ptr(), v.data_ptr()
+        self._views, self._addresses = views, [view.data_ptr() for view in views]
         self._kernel, self._across = kernel, across
         self._run: Any = None
-        self._row_bytes, self._num_rows = layer.row_bytes, layer.num_rows
+        self._num_rows = layer.num_rows
         self._down, self._columns = tile(across)
-        self._constants = (*k.shape[1:], *k.stride()[:3], *constants, self._down, self._columns, layer.parts)
+        self._constants = (*constants, self._down, self._columns, layer.parts)
         alike = ((view.dtype, view.data_ptr() % 16) for view in views)
         self._form, self._compiled = (kernel, key, *alike, *self._constants), compiled
 
-    def __call__(self, staging: Tensor, rows: Rows, handle: int | None, *tables: Tensor) -> None:
+    def __call__(self, sharing: Sharing, sizes: tuple[int, ...], handle: int | None, *tables: Tensor) -> None:
+        """Queue it; `sizes` are what it takes between its number of rows and its constants."""
+        layers, staging, _, rows = sharing
         count = rows.slots.shape[0]
-        grid = -(-count // self._down), -(-self._across // self._columns), 1
-        numbers = (count, self._num_rows, staging.numel() // self._row_bytes, *self._constants)
+        grid = -(-count // self._down), -(-self._across // self._columns), len(layers)
+        numbers = (count, self._num_rows, *sizes, *self._constants)
         if self._run is None or self._run is self._kernel:
             pointers = (*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables)
             if self._form not in self._compiled:
@@ -58,6 +63,11 @@ class Launch:
                 return
         addresses = (*self._addresses, staging.data_ptr(), *rows.addresses(), *(t.data_ptr() for t in tables))
         self._run[grid](*addresses, *numbers, stream=handle)
+
+
+def strides(k: Tensor) -> tuple[int, ...]:
+    """What a kernel is told of a paged view: its sizes and strides."""
+    return (*k.shape[1:], *k.stride()[:3])
 
 
 def compiled_kernel(kernel: Any, arguments: tuple[Any, ...]) -> Any:

@@ -69,8 +69,8 @@ def move_layers(
     places, staging, slots, k_rows, v_rows, num_rows, cache_rows, staging_rows, layer_words,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     SCATTER: tl.constexpr, WORD: tl.constexpr, ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Move the same rows of several layers.
 

@@ -93,12 +93,11 @@ def test_rows_past_2_to_the_31_elements_are_reached(
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for every kernel that was compiled."""
-    from lwkv.kernels import triton_joined, triton_launch
+    from lwkv.kernels import triton_launch
 
     calls: list[object] = []
     original = triton_launch.compiled_kernel
-    for module in (triton_joined, triton_launch):
-        monkeypatch.setattr(module, "compiled_kernel", lambda *a: calls.append(a) or original(*a))
+    monkeypatch.setattr(triton_launch, "compiled_kernel", lambda *a: calls.append(a) or original(*a))
     return calls
 
 
