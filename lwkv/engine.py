@@ -150,9 +150,8 @@ class CacheEngine:
             RequestError: tokens that are no ids, salts that are no list or tuple of texts. ClosedError.
         """
         self._require_open()
-        ids = as_token_ids(tokens)
-        found = self._storage.lookup(self.keys(ids, salts))
-        return min(found * self.config.chunk_size, self._chunking.covered(len(ids)))
+        found = self._storage.lookup(self.keys(tokens, salts))
+        return min(found * self.config.chunk_size, self._chunking.covered(len(tokens)))
 
     def retrieve_layer(
         self,

@@ -73,11 +73,6 @@ class PagedLayer:
         return self.k.device
 
     @property
-    def block_size(self) -> int:
-        """Rows of a block."""
-        return self.k.shape[1]
-
-    @property
     def heads(self) -> int:
         return self.k.shape[2]
 

@@ -122,9 +122,8 @@ def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) ->
     owners = np.repeat(np.arange(len(requests)), lengths)
     places = joined([np.arange(length) for length in lengths])
     order = np.argsort(slots, kind="stable")
-    order = order[slots[order] != NO_SLOT]
     before, after = order[:-1], order[1:]
-    shared = slots[before] == slots[after]
+    shared = (slots[before] == slots[after]) & (slots[after] != NO_SLOT)
     before, after = before[shared], after[shared]
     pairs, number = np.unique(owners[before] * len(requests) + owners[after], return_inverse=True)
     owned = (divmod(pair, len(requests)) for pair in pairs.tolist())
@@ -155,11 +154,8 @@ def _are_repeated(slots: Int64s, num_slots: int) -> bool:
         slots = slots[slots != NO_SLOT]
     if not len(slots):
         return False
-    steps = np.zeros(len(slots), np.int64)
-    np.subtract(slots[1:], slots[:-1], out=steps[1:])
-    starts = (steps != 1).nonzero()[0]
-    # The slot before a run's first ends the run before; before the very first stands the very last.
-    first, last = slots[starts], slots[starts - 1]
+    ends = (slots[1:] - slots[:-1] != 1).nonzero()[0]
+    first, last = np.append(slots[0], slots[ends + 1]), np.append(slots[ends], slots[-1])
     first.sort()
     last.sort()
     for extreme in (int(first[0]), int(first[-1]), int(last[-1])):

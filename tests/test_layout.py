@@ -151,8 +151,7 @@ def test_layers_may_differ_when_each_has_its_spec() -> None:
 
 def test_a_layer_tells_its_sizes() -> None:
     (layer,) = describe_layers([torch.zeros(2, 7, 4, 3, 8)], SPEC)
-    sizes = (layer.block_size, layer.heads, layer.width, layer.parts, layer.num_rows)
-    assert sizes == (4, 3, 8, 2, 28)
+    assert (layer.heads, layer.width, layer.parts, layer.num_rows) == (3, 8, 2, 28)
     assert layer.row_bytes == 3 * 8 * 4
     assert layer.device == torch.device("cpu")
 

@@ -57,7 +57,8 @@ class TorchKernels:
 
 def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> Iterator[Part]:
     """Of K and, where there is one, V."""
-    place = rows.slots // layer.block_size, rows.slots % layer.block_size
+    block_size = layer.k.shape[1]
+    place = rows.slots // block_size, rows.slots % block_size
     whole_rows = staging.numel() // layer.row_bytes * layer.row_bytes
     for words, numbers in zip(layer.words, (rows.k_rows, rows.v_rows), strict=False):
         yield words, place, staging[:whole_rows].view(words.dtype).view(-1, *words.shape[2:]), numbers
