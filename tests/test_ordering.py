@@ -416,7 +416,8 @@ def staging_memory_that_the_model_still_writes(cpu: CPU, remove: Remove) -> None
         with pytest.MonkeyPatch.context() as patched, cpu.use_stream(compute):
             patched.setattr(Lane, "_new_buffer", lend)
             remove(Lane, "_wait_for_allocator")
-            lane = Lane(cpu, HOST, 2, len(stage.connector._load_lane.buffers[0].memory), loads=True)
+            size = len(stage.connector._load_lane.buffers[0].memory)
+            lane = Lane(cpu, HOST, stage.connector.kernels, 2, size, loads=True)
         stage.connector._load_lane = lane
         lane.kernels.late = True
         steps = stage.engine.retrieve_layer(NEW[:16], slot_mapping=SECOND[:16])

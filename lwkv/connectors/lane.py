@@ -15,14 +15,14 @@ from lwkv.platforms import Event, Platform
 class StagingBuffer:
     """Device memory, uint8 (bytes,), with the events of the two streams that pass it back and forth.
 
-    `fills` counts how often it was filled, which tells whether it still holds what somebody put there.
+    `holds` is what its last filling was, as told by whoever filled it.
     """
 
     memory: torch.Tensor
     filled: Event
     emptied: Event
     used: bool = False
-    fills: int = 0
+    holds: object = None
 
 
 class Lane:
@@ -31,15 +31,22 @@ class Lane:
     Loads fill on `copies` and empty on `kernels`, saves the other way round.
 
     Args:
+        kernels: what fills or empties the buffers on the device's side.
         num_buffers, buffer_bytes: how much staging; two buffers let a copy run beside a kernel.
         loads: whether it is for loads.
     """
 
     def __init__(
-        self, platform: Platform, device: torch.device, num_buffers: int, buffer_bytes: int, loads: bool
+        self,
+        platform: Platform,
+        device: torch.device,
+        kernels: Kernels,
+        num_buffers: int,
+        buffer_bytes: int,
+        loads: bool,
     ) -> None:
         self._platform = platform
-        self._loads = loads
+        self._move, self._takes_handles = partial(kernels.move_layers, loads), kernels.takes_handles
         self.copies = platform.new_stream(device)
         # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
         # waits: they fill the gaps that the model's leave.
@@ -55,23 +62,23 @@ class Lane:
     def next_to_fill(self) -> StagingBuffer:
         """The buffer whose turn it is; the filling stream has been made to wait until it is empty.
 
-        One that was filled and not passed on is filled anew: whoever filled it sees that by `fills`.
+        One that was filled and not passed on is filled anew: whoever filled it sees that by `holds`.
         """
         buffer = self.buffers[self._turn]
         self._turn = (self._turn + 1) % len(self.buffers)
         if buffer.used:
             self._wait_emptied(buffer)
-        buffer.fills += 1
+        buffer.holds = None
         return buffer
 
-    def move(self, kernels: Kernels, sharing: Sharing) -> None:
+    def move(self, sharing: Sharing) -> None:
         """Queue what scatters rows of layers that share their staging, or for saves gathers them."""
-        handle = self._platform.launch_handle(self.kernels) if kernels.takes_handles else None
+        handle = self._platform.launch_handle(self.kernels) if self._takes_handles else None
         if handle is None:
-            self._platform.launch(self.kernels, partial(kernels.move_layers, self._loads, sharing))
+            self._platform.launch(self.kernels, partial(self._move, sharing))
         else:
             # To make the stream the current one and back takes longer than the launch.
-            kernels.move_layers(self._loads, sharing, handle)
+            self._move(sharing, handle)
 
     def mark_filled(self, buffer: StagingBuffer) -> None:
         """Take the buffer as full once all that the filling stream holds now is done."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,23 +13,10 @@ import torch
 from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan, Slice
-from lwkv.kernels import Kernels
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Event, Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Recording, Timeline
-
-
-class Staged(NamedTuple):
-    """A staging buffer that was told to hold slice `number` of these layers.
-
-    `fill` is the number of that fill: another one since, of whatever batch, has overwritten it.
-    """
-
-    buffer: StagingBuffer
-    fill: int
-    layers: range
-    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -40,27 +26,24 @@ class Load:
     Attributes:
         lane: what the batch is queued on, up to its end.
         arrived: layer i's event, None until the layer is queued.
-        fetched: what was staged ahead, in order.
+        fetched: buffers that were filled ahead, in order; another batch may have filled them anew.
         recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
-        stream: the current one of the batch's last step.
-        is_ordered: whether kernels wait for what the current stream held when the first layer was queued.
+        stream: the current one of the batch's last step, None before any layer is queued.
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.
     """
 
     lane: Lane
     plan: Plan
     arrived: list[Event | None]
-    fetched: deque[Staged] = field(default_factory=deque)
+    fetched: deque[StagingBuffer] = field(default_factory=deque)
     recordings: dict[int, Recording] = field(default_factory=dict)
     stream: Stream = None
-    is_ordered: bool = False
     not_waited_for: Event | None = None
 
 
 class Loader(Caches):
     """The loading side of a connector; the host never waits for the device here, but in `end_load`."""
 
-    kernels: Kernels
     _timeline: Timeline
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
@@ -75,8 +58,6 @@ class Loader(Caches):
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
         load.plan = load.plan.only(kept)
-        # What is staged is cut as it was before.
-        load.fetched = deque(staged._replace(fill=-1) for staged in load.fetched)
 
     def wait_layer(self, load: Load, layer: int) -> None:
         """Make the current stream wait for a layer that has been queued."""
@@ -114,12 +95,15 @@ class Loader(Caches):
 
     def _queue_load(self, load: Load, layers: range, targets: Sequence[PagedLayer], pages: Int64s) -> None:
         """Queue copy and kernel of layers that share their staging, and go into `targets`."""
-        lane, load.stream = load.lane, self.platform.current_stream(self.device)
-        if not load.is_ordered:
-            self._wait_for_readers(load)
-            load.is_ordered = True
+        lane, current = load.lane, self.platform.current_stream(self.device)
+        if load.stream is None:
+            self._wait_for_readers(load, current)
+        load.stream = current
         for number, part in enumerate(load.plan.slices(targets[0])):
-            buffer = self._staged(load, layers, number, targets[0], pages)
+            buffer = load.fetched.popleft() if load.fetched else None
+            if buffer is None or buffer.holds != (load.plan, layers, number):
+                buffer = self._fetch(load, layers, number, targets[0], pages)
+            lane.pass_on(buffer)
             if part.first_row < part.last_row:
                 self._write(load, targets, buffer.memory, part)
             lane.take_back(buffer)
@@ -133,17 +117,7 @@ class Loader(Caches):
 
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
         """Queue what moves a slice, which has rows, from a staging buffer into `targets`."""
-        load.lane.move(self.kernels, load.plan.sharing(targets, staging, part.rows))
-
-    def _staged(
-        self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s
-    ) -> StagingBuffer:
-        """Where slice `number` of the layers is when kernels get there, queued now unless it was before."""
-        staged = load.fetched.popleft() if load.fetched else None
-        if staged is None or staged[1:] != (staged.buffer.fills, layers, number):
-            staged = self._fetch(load, layers, number, target, pages)
-        load.lane.pass_on(staged.buffer)
-        return staged.buffer
+        load.lane.move(load.plan.sharing(targets, staging, part.rows))
 
     def _fetch_first(self, load: Load, pages: Int64s) -> None:
         """Queue as many copies as there are staging buffers; `pages` are int64 (layers, chunks).
@@ -159,7 +133,10 @@ class Loader(Caches):
                 load.fetched.append(self._fetch(load, layers, number, target, pages[layer]))
             layer = layers.stop
 
-    def _fetch(self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s) -> Staged:
+    def _fetch(
+        self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s
+    ) -> StagingBuffer:
+        """Queue the copies of slice `number` of the layers into the buffer that it returns."""
         lane = load.lane
         for layer in layers:
             if layer not in load.recordings:
@@ -168,7 +145,8 @@ class Loader(Caches):
         self.platform.load_batch(buffer.memory, batch, lane.copies)
         # Marked here: by the time it is passed on, the copies of later layers may be queued behind it.
         lane.mark_filled(buffer)
-        return Staged(buffer, buffer.fills, layers, number)
+        buffer.holds = load.plan, layers, number
+        return buffer
 
     def _together(self, load: Load, layer: int) -> range:
         """The layers from `layer` on that share staging: few at the beginning and at the end.
@@ -185,9 +163,9 @@ class Loader(Caches):
     def _let_wait(self, stream: Stream, event: Event) -> None:
         self.platform.wait_event(stream, event)
 
-    def _wait_for_readers(self, load: Load) -> None:
+    def _wait_for_readers(self, load: Load, current: Stream) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.
-        self.platform.wait_stream(load.lane.kernels, load.stream)
+        self.platform.wait_stream(load.lane.kernels, current)
 
     def _wait_for_fetched(self, load: Load) -> None:
         # No kernel waits for copies that were queued ahead and whose layers never were.

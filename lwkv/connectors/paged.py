@@ -50,8 +50,8 @@ class PagedConnector(Loader, Saver):
         self._cut = Cut(self.layers, self._config.chunk_size, buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
         self.kernels = choose_kernels(self.platform)
-        self._load_lane = Lane(self.platform, self.device, buffers, buffer_bytes, loads=True)
-        self._save_lane = Lane(self.platform, self.device, buffers, buffer_bytes, loads=False)
+        self._load_lane = Lane(self.platform, self.device, self.kernels, buffers, buffer_bytes, loads=True)
+        self._save_lane = Lane(self.platform, self.device, self.kernels, buffers, buffer_bytes, loads=False)
         self._timeline = timeline or Timeline(self.platform, self.device, on=False)
         self._pool = pool
         self._compile()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
-from lwkv.kernels import Kernels
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.timeline import Timeline
@@ -42,7 +41,6 @@ class Save:
 class Saver(Caches):
     """The saving side of a connector; the host never waits for the device here, but in `end_save`."""
 
-    kernels: Kernels
     _timeline: Timeline
 
     def save_layer(self, save: Save, layer: int) -> None:
@@ -92,7 +90,7 @@ class Saver(Caches):
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
         for number, part in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
-            lane.move(self.kernels, save.plan.sharing(sources, buffer.memory, part.rows))
+            lane.move(save.plan.sharing(sources, buffer.memory, part.rows))
             lane.mark_filled(buffer)
             save.before, save.last = save.last, buffer
             lane.pass_on(buffer)

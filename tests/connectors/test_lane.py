@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from lwkv.connectors.lane import Lane
+from lwkv.kernels import TorchKernels
 from lwkv.platforms import Platform
 
 
 @pytest.fixture
 def lane(platform: Platform, device: torch.device) -> Lane:
-    return Lane(platform, device, 3, 512, loads=True)
+    return Lane(platform, device, TorchKernels(), 3, 512, loads=True)
 
 
 def test_buffers_take_turns(lane: Lane) -> None:
