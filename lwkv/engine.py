@@ -20,11 +20,10 @@ from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
 from lwkv.errors import ClosedError
 from lwkv.key_memo import KeyMemo
-from lwkv.keys import ChunkKey, as_salts
+from lwkv.keys import ChunkKey, as_salts, make_namespace
 from lwkv.log_level import follow_log_level
 from lwkv.metadata import CacheMetadata
 from lwkv.metrics import prometheus_text
-from lwkv.namespace import make_namespace
 from lwkv.pipeline import retrieve_steps, store_steps
 from lwkv.platforms import Platform
 from lwkv.pool import HostPool

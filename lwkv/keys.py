@@ -9,14 +9,19 @@ in as 8 bytes each, little-endian, so that any id and any input dtype fits, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from lwkv.errors import RequestError
-from lwkv.namespace import encode
+from lwkv.metadata import CacheMetadata
 from lwkv.token_ids import TokenIds, as_token_ids
 
+FORMAT_VERSION = 1
+"""Goes up when the bytes of a page, or what a key is made of, change: older pages are never found then."""
+
+_SLUG_CHARS = 48
 HASH_BYTES = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -56,6 +61,26 @@ class LayerKey(NamedTuple):
         return f"{self.chunk.to_string()}.{self.layer}"
 
 
+def make_namespace(
+    metadata: CacheMetadata, chunk_size: int, page_format: str, layer_names: Sequence[str] = ()
+) -> str:
+    """Name what pages of this model, rank, chunk size, page format and these layers have in common.
+
+    Args:
+        layer_names: of the layers in the order in which keys number them.
+
+    Returns:
+        Some of the model's name, to be read by people, then 128 bits over all fields in hexadecimal: at most
+        81 characters out of a-z, 0-9, '.', '_' and '-'. Whatever changes no byte of a page has no part in it.
+    """
+    values = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
+    values |= {"kv_dtype": metadata.stored_dtype, "chunk_size": chunk_size, "page_format": page_format}
+    parts = [text for name, value in values.items() for text in (name, str(value))]
+    parts += [text for name in layer_names for text in ("layer", name)]
+    digest = blake2b(_encode([str(FORMAT_VERSION), *parts]), digest_size=HASH_BYTES, person=b"lwkv namespace")
+    return f"{_slug(metadata.model)}-{digest.hexdigest()}"
+
+
 def chunk_keys(
     tokens: TokenIds, chunk_size: int, namespace: str, salts: Sequence[str] = (), partial: bool = False
 ) -> list[ChunkKey]:
@@ -74,7 +99,7 @@ def chunk_keys(
     ids = as_token_ids(tokens).astype("<i8", copy=False)
     stop = len(ids) if partial else len(ids) - len(ids) % chunk_size
     data = memoryview(ids.tobytes())
-    root = encode([namespace, str(chunk_size), *as_salts(salts)])
+    root = _encode([namespace, str(chunk_size), *as_salts(salts)])
     parent = blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()
     keys = []
     for start in range(0, 8 * stop, 8 * chunk_size):
@@ -90,3 +115,19 @@ def as_salts(salts: Any) -> tuple[str, ...]:
     if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
         raise RequestError(f"salts: got {salts!r}; allowed: a list or tuple of texts")
     return tuple(salts)
+
+
+def _encode(parts: Iterable[str]) -> bytes:
+    """Write texts one after another so that no two lists of texts give the same bytes."""
+    texts = [part.encode("utf-8", "surrogatepass") for part in parts]
+    return b"".join([_count(len(texts)), *(_count(len(text)) + text for text in texts)])
+
+
+def _count(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def _slug(model: str) -> str:
+    """Keep the end of a model's name, where names differ, in characters that are safe everywhere."""
+    words = re.sub(r"[^a-z0-9._-]+", "-", model.lower())
+    return words[-_SLUG_CHARS:].strip("._-") or "model"

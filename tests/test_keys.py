@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lwkv
-import lwkv.namespace
+import lwkv.keys
 from lwkv.errors import RequestError
-from lwkv.keys import ChunkKey, LayerKey, chunk_keys
+from lwkv.keys import ChunkKey, LayerKey, chunk_keys, make_namespace
 from lwkv.metadata import CacheMetadata
-from lwkv.namespace import make_namespace
 from lwkv.token_ids import as_token_ids
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "keys.json").read_text())
@@ -112,7 +111,7 @@ def test_chunk_size_page_format_and_format_version_are_in_the_namespace(
 ) -> None:
     formats = ["canonical", "opaque:cpu:16:avx512", "opaque:cpu:32:avx512", "opaque:cpu:16:amx"]
     names = {make_namespace(METADATA, size, form) for size in (16, 256) for form in formats}
-    monkeypatch.setattr(lwkv.namespace, "FORMAT_VERSION", 999)
+    monkeypatch.setattr(lwkv.keys, "FORMAT_VERSION", 999)
     assert len(names | {make_namespace(METADATA, 256, "canonical")}) == 9
 
 
