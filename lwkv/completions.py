@@ -63,18 +63,15 @@ class Completions:
     def close(self) -> None:
         """Let the thread end once nothing is queued or expected; never blocks."""
         self._closing = True
-        self._wake()
+        self.submit(lambda: None)
 
     def leave(self) -> None:
         """Let the thread end once nothing is queued."""
         self._leaving = True
-        self._wake()
+        self.submit(lambda: None)
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
-
-    def _wake(self) -> None:
-        self.submit(lambda: None)
 
     def _run(self) -> None:
         # Each job in a call of its own: what it refers to does not live on while the thread waits.

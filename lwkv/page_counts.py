@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from lwkv.platforms.protocol import Int64s
+from lwkv.platforms import Int64s
 
 
 class PageCounts:
@@ -83,7 +83,7 @@ class PageCounts:
         starts, lengths = starts[order], lengths[order]
         before = np.cumsum(lengths) - lengths
         pages: Int64s = free[np.repeat(starts - before, lengths)[:count] + np.arange(count)]
-        self._next = int(pages[-1]) + 1 if count else self._next
+        self._next = int(pages[-1]) + 1
         return pages
 
     def _require_used(self, pages: Int64s) -> Int64s:

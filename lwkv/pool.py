@@ -15,8 +15,7 @@ from lwkv.counters import Counters
 from lwkv.errors import ConfigError
 from lwkv.layer_copies import LayerCopies, Slabs
 from lwkv.page_counts import PageCounts
-from lwkv.platforms import Platform
-from lwkv.platforms.protocol import Int64s
+from lwkv.platforms import Int64s, Platform
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class HostPool:
         self.num_pages = 0
         self._counters = counters or Counters()
         self._clock = clock
-        self._rest_s = 0.0
+        self._rest_s = FIRST_REST_S
         self._rest_until = clock()
         self._closed = False
 
@@ -170,8 +169,7 @@ class HostPool:
 
     def _growth_left(self) -> int:
         """Pages that may still be added, as far as is known now."""
-        resting = self._rest_s and self._clock() < self._rest_until
-        return 0 if resting else self.max_pages - self.num_pages
+        return 0 if self._clock() < self._rest_until else self.max_pages - self.num_pages
 
     def _grow_for(self, count: int) -> bool:
         """Add a slab if `count` pages are not free; False if they are, or there is no more to be had."""
@@ -183,12 +181,12 @@ class HostPool:
             except MemoryError as error:
                 self._rest(error)
                 return False
-            self._rest_s = 0.0
+            self._rest_s = FIRST_REST_S
             return True
 
     def _rest(self, error: MemoryError) -> None:
         self._counters.add("page_lock_failures")
-        if not self._rest_s:
+        if self._rest_s == FIRST_REST_S:
             log.warning(
                 "host memory stays at %d of %d pages for now: %s; free host memory, raise the limit of "
                 "locked memory (ulimit -l) or lower max_local_cpu_size",
@@ -196,9 +194,8 @@ class HostPool:
                 self.max_pages,
                 error,
             )
-        with self._lock:
-            self._rest_s = min(2 * self._rest_s, MOST_REST_S) or FIRST_REST_S
-            self._rest_until = self._clock() + self._rest_s
+        self._rest_until = self._clock() + self._rest_s
+        self._rest_s = min(2 * self._rest_s, MOST_REST_S)
 
     def _grow(self) -> None:
         # Page-locking takes long; the lock is not held, so that pages go on being handed out.

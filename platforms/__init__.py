@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lwkv.platforms.protocol import CopyBatch, Event, Features, Platform, Stream
+from lwkv.platforms.protocol import CopyBatch, Event, Features, Int64s, Platform, Stream
 from lwkv.platforms.registry import (
     detect_platform,
     open_platform,
@@ -15,6 +15,7 @@ __all__ = [
     "CopyBatch",
     "Event",
     "Features",
+    "Int64s",
     "Platform",
     "Stream",
     "detect_platform",

@@ -14,8 +14,7 @@ from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan, Slice
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import Event, Stream
-from lwkv.platforms.protocol import Int64s
+from lwkv.platforms import Event, Int64s, Stream
 from lwkv.timeline import Recording, Timeline
 
 

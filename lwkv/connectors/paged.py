@@ -13,7 +13,7 @@ from lwkv.connectors.saver import Save, Saver
 from lwkv.connectors.upload import Table, Uploads
 from lwkv.errors import ConfigError
 from lwkv.kernels import Rows, Sharing, choose_kernels
-from lwkv.platforms.protocol import Int64s
+from lwkv.platforms import Int64s
 from lwkv.pool import HostPool
 from lwkv.timeline import Timeline
 from lwkv.transfer import Transfer

@@ -14,8 +14,7 @@ from lwkv.connectors.upload import Uploads
 from lwkv.kernels import Rows, Sharing
 from lwkv.layer_copies import LayerCopies
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import CopyBatch
-from lwkv.platforms.protocol import Int64s
+from lwkv.platforms import CopyBatch, Int64s
 from lwkv.pool import HostPool
 from lwkv.transfer import PageShape, Transfer
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.plan import Plan
-from lwkv.platforms import Stream
-from lwkv.platforms.protocol import Int64s
+from lwkv.platforms import Int64s, Stream
 from lwkv.timeline import Timeline
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lwkv.kernels.protocol import Kernels, Rows, Sharing
 from lwkv.kernels.torch_kernels import TorchKernels
-from lwkv.platforms.protocol import Platform
+from lwkv.platforms import Platform
 
 __all__ = ["Kernels", "Rows", "Sharing", "TorchKernels", "choose_kernels"]
 
