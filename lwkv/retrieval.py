@@ -22,7 +22,7 @@ from lwkv.transfer import NO_SLOT, CheckedRequest, Transfer
 log = logging.getLogger(__name__)
 
 
-BeginLoad: TypeAlias = Callable[[Transfer, Int64s | None], Load]
+BeginLoad: TypeAlias = Callable[[list[Transfer], Int64s | None], Load]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,8 @@ class BatchRetrieval:
     are not lost.
 
     Args:
-        begin_load: in place of the connector's, to say more of the load than which chunks it has.
+        begin_load: given each request's transfer, and the pages as the connector's own, to say more of the
+            load than which chunks it has.
     """
 
     def __init__(
@@ -57,25 +58,33 @@ class BatchRetrieval:
         self._engine = engine
         self._connector = engine.connector
         self._config = engine.config
-        self._begin_load = begin_load or engine.connector.begin_load
+        self._begin_load = begin_load or self._begin_joined
         self._parts: list[Part] = []
+        self._moved: list[int] | None = None
         self._load: Load | None = None
         self._queued = 0
         self._wanted = -1
         self._closed = False
 
+    def hold(self) -> list[int]:
+        """Look up and pin, once; return for each request how many tokens are to be loaded."""
+        if self._moved is None:
+            self._moved = []
+            for request in self._requests:
+                self._parts.append(self._hold(request))
+                self._moved.append(int((self._parts[-1].transfer.slots != NO_SLOT).sum()))
+            if self._holds_any():
+                self._engine.completions.expect(self)
+            self._arrivals = Arrivals(self._engine, [part.hold for part in self._parts])
+            self._alive = np.ones(sum(len(part.hold.found) for part in self._parts), bool)
+        return self._moved
+
     def open(self) -> list[int]:
-        """Look up and pin; return for each request how many tokens will be loaded."""
-        for request in self._requests:
-            self._parts.append(self._hold(request))
-        if self._holds_any():
-            self._engine.completions.expect(self)
-        self._arrivals = Arrivals(self._engine, [part.hold for part in self._parts])
-        transfer = Transfer.join([part.transfer for part in self._parts])
-        self._alive = np.ones(transfer.num_chunks, bool)
-        moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
+        """Begin to load what is held, as `hold` returns it."""
+        moved = self.hold()
         if any(moved):
-            self._load = self._try(self._begin_load, transfer, self._arrivals.known)
+            transfers = [part.transfer for part in self._parts]
+            self._load = self._try(self._begin_load, transfers, self._arrivals.known)
             self._arrivals.ask_up_to(self._config.prefetch_layers)
         asked = sum(len(request.ids) - request.first for request in self._requests)
         self._engine.counters.add("tokens_asked", asked)
@@ -142,6 +151,9 @@ class BatchRetrieval:
         hold = engine.storage.hold(engine.keys_of(request)[first:])
         transfer = request.loads(first, first + len(hold.found))
         return Part(request, first * request.chunk_size, hold, transfer)
+
+    def _begin_joined(self, transfers: list[Transfer], pages: Int64s | None) -> Load:
+        return self._connector.begin_load(Transfer.join(transfers), pages)
 
     def _try(self, work: Callable[..., Any], *arguments: object) -> Any:
         """What `work` returns; None where the device fails, which ends the load."""

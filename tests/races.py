@@ -16,7 +16,7 @@ import numpy as np
 from oracle import Oracle
 from torch import Tensor
 
-from lwkv.kernels import Rows, TorchKernels
+from lwkv.kernels import Rows, TorchKernels, Turn
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
@@ -158,14 +158,12 @@ class WatchedKernels(TorchKernels):
         self._races.note(reads=[*cached, *_tables(rows)], writes=staged)
         super().gather(layer, staging, rows)
 
-    def scatter_rotated(
-        self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> None:
+    def _scatter_turned(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn) -> None:
         staged, cached = self._spans(layer, staging, rows)
-        tables = [*_tables(rows), *(tensor_span(table) for table in (cos, sin) if table.numel())]
-        self._races.keep(cos, sin)
-        self._races.note(reads=[*staged, *tables], writes=cached)
-        super().scatter_rotated(layer, staging, rows, cos, sin, interleaved)
+        turns = [table for table in turn[:3] if table.numel()]
+        self._races.keep(*turns)
+        self._races.note(reads=[*staged, *_tables(rows), *map(tensor_span, turns)], writes=cached)
+        super()._scatter_turned(layer, staging, rows, turn)
 
     def _spans(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> tuple[Spans, Spans]:
         self._races.keep(layer.k, layer.v, staging)

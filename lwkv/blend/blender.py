@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lwkv.blend.controller import Decision, LoadingController, Reason, Work
 from lwkv.blend.forward import BlendPass, no_hook
+from lwkv.blend.head_start import HeadStart, head_start
 from lwkv.blend.model import BlendModel
 from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend, check_segments
@@ -24,6 +25,8 @@ from lwkv.blend.shares import Shares, timed
 from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
+from lwkv.platforms import Event
+from lwkv.retrieval import BatchRetrieval
 from lwkv.token_ids import TokenIds, as_token_ids
 
 # So often a batch is begun with loads, each time without what failed before; then all of it is computed.
@@ -93,10 +96,13 @@ class Blender:
         self._connector.set_rope(model.rope)
         self._rows = PagedRows(self._connector)
         self._counters = engine.parts().counters
-        usual = self.selector.shares[-1] if isinstance(self.selector, ByChange) else shares[-1]
+        by_change = self.selector if isinstance(self.selector, ByChange) else None
+        self._full_layers = by_change.layers[0] if by_change else 0
+        usual = by_change.shares[-1] if by_change else shares[-1]
+        self._least_share = usual if share is None else share
         controller = LoadingController(usual) if share is None else None
         self._shares = Shares(
-            usual if share is None else share,
+            self._least_share,
             controller,
             self._connector.platform,
             self._connector.device,
@@ -130,9 +136,8 @@ class Blender:
         prompt = self._checked(BlendRequest(np.concatenate([prefix, ids]), slots))
         layout = Layout(prompt, 0, np.zeros(len(prompt), bool))
         with closing(self.segments.store(ids, prompt.slots[len(prefix) :], salts)) as store:
-            BlendPass(
-                self.model, self._rows, [layout], NoTokens(), 0.0, no_hook, lambda layer: next(store)
-            ).run()
+            computation = BlendPass(self.model, self._rows, [layout], NoTokens(), 0.0)
+            computation.run(no_hook, lambda layer: next(store))
             next(store)
 
     def prefill(self, requests: Sequence[BlendRequest]) -> list[Blended]:
@@ -148,15 +153,19 @@ class Blender:
         _refuse_shared_slots(prompts)
         if not prompts:
             return []
-        loads = [self._loads(prompt) for prompt in prompts]
+        prefixes = [self.segments.prefix_load(prompt) for prompt in prompts]
+        head = self._head_start(prompts, prefixes)
+        loads = [self._loads(*part) for part in zip(prompts, prefixes, strict=True)]
+        behind = head and head.behind
         for _ in range(MOST_TRIES):
-            blended, failed = self._try(prompts, loads)
+            blended, failed = self._try(prompts, loads, head, behind)
             if not failed:
                 break
             self._counters.add("blend_retries")
             loads = [[load for load in part if load not in failed] for part in loads]
+            behind = None  # the pass before has used the blocks
         else:
-            blended, _ = self._try(prompts, [[] for _ in prompts])
+            blended, _ = self._try(prompts, [[] for _ in prompts], head)
         self._count(blended)
         return blended
 
@@ -172,40 +181,61 @@ class Blender:
             "load_s": (controller and controller.load_s) or 0.0,
         }
 
+    def _head_start(
+        self, prompts: Sequence[CheckedBlend], prefixes: Sequence[SegmentLoad | None]
+    ) -> HeadStart | None:
+        """Compute the first layer ahead, where all rows of it are computed whatever is found of segments."""
+        known = any(prompt.num_local or prefix for prompt, prefix in zip(prompts, prefixes, strict=True))
+        if known or not self._full_layers or not self._least_share:
+            return None
+        platform = self._connector.platform
+        behind = platform.new_event()
+        platform.record(behind, platform.current_stream(self._connector.device))
+        return head_start(self.model, self._rows, prompts, behind)
+
     def _try(
-        self, prompts: Sequence[CheckedBlend], loads: Sequence[Sequence[SegmentLoad]]
+        self,
+        prompts: Sequence[CheckedBlend],
+        loads: Sequence[Sequence[SegmentLoad]],
+        head: HeadStart | None,
+        behind: Event | None = None,
     ) -> tuple[list[Blended], list[SegmentLoad]]:
-        """One pass; what it gives may only be used where none of `loads` failed."""
+        """One pass; what it gives may only be used where none of `loads` failed.
+
+        Loads come behind the event, or else behind what the current stream holds.
+        """
         asked = [load for part in loads for load in part]
-        if not asked:
-            return self._pass([lay_out(prompt, (), ()) for prompt in prompts]), []
-        with closing(self.segments.retrieve(asked)) as steps:
-            waits = LayerWaits(steps)
-            counts = iter(waits.promised)
+        with closing(self.segments.retrieval(asked, behind)) as retrieval:
+            counts = iter(retrieval.hold())
             layouts = [
                 lay_out(prompt, part, [next(counts) for _ in part])
                 for prompt, part in zip(prompts, loads, strict=True)
             ]
-            blended = self._pass(layouts, waits)
-            if blended:
-                return blended, [load for load, ok in zip(asked, waits.arrived(), strict=True) if not ok]
-        return self._try(prompts, [[load for load in part if load.is_exact] for part in loads])
+            work = self._work(layouts)
+            decision = self._shares.choose(work) if work.reused else Decision(0.0, Reason.FIXED)
+            if decision.reason is not Reason.PREFILL:
+                computation = BlendPass(self.model, self._rows, layouts, self.selector, decision.share, head)
+                blended, arrived = self._pass(computation, layouts, work, decision, retrieval)
+                return blended, [load for load, ok in zip(asked, arrived, strict=True) if not ok]
+        return self._try(prompts, [[load for load in part if load.is_exact] for part in loads], head, behind)
 
-    def _pass(self, layouts: Sequence[Layout], waits: LayerWaits | None = None) -> list[Blended]:
-        """Compute; nothing where it is cheaper to do so without the segments."""
-        work = self._work(layouts)
-        decision = self._shares.choose(work) if work.reused else Decision(0.0, Reason.FIXED)
-        if decision.reason is Reason.PREFILL:
-            return []
-        pace, wait = self._shares.new_pace(), waits.wait if waits else no_hook
-        computed = BlendPass(
-            self.model, self._rows, layouts, self.selector, decision.share, timed(wait, pace)
-        ).run()
+    def _pass(
+        self,
+        computation: BlendPass,
+        layouts: Sequence[Layout],
+        work: Work,
+        decision: Decision,
+        retrieval: BatchRetrieval,
+    ) -> tuple[list[Blended], list[bool]]:
+        """Compute while what is held is loaded; whether each load has brought all it promised."""
+        pace, waits = self._shares.new_pace(), LayerWaits(retrieval)
+        computed = computation.run(timed(waits.wait, pace))
         pace.end()
+        arrived = waits.arrived()
         # What failed has waited as long as can be, and then did not load all of `work`.
-        if waits is None or all(waits.arrived()):
+        if all(arrived):
             self._shares.note(work, computed.row_layers, pace)
-        return [
+        blended = [
             Blended(
                 logits,
                 layout.known,
@@ -216,6 +246,7 @@ class Blender:
             )
             for layout, logits, chosen in zip(layouts, computed.logits, computed.num_chosen, strict=True)
         ]
+        return blended, arrived
 
     def _work(self, layouts: Sequence[Layout]) -> Work:
         reused = sum(len(layout.candidates) for layout in layouts)
@@ -224,7 +255,7 @@ class Blender:
             loaded=reused + sum(layout.known - layout.prompt.num_local for layout in layouts),
             always=sum(len(layout.always) for layout in layouts),
             num_layers=self.model.num_layers,
-            full_layers=self.selector.layers[0] if isinstance(self.selector, ByChange) else 0,
+            full_layers=self._full_layers,
         )
 
     def _count(self, blended: Sequence[Blended]) -> None:
@@ -257,9 +288,8 @@ class Blender:
     def _checked(self, request: BlendRequest) -> CheckedBlend:
         return check_blend(request, self._connector.num_slots)
 
-    def _loads(self, prompt: CheckedBlend) -> list[SegmentLoad]:
+    def _loads(self, prompt: CheckedBlend, prefix: SegmentLoad | None) -> list[SegmentLoad]:
         """What to ask the tiers for: the prefix, then what is left of the segments behind it."""
-        prefix = self.segments.prefix_load(prompt)
         known = prompt.num_local if prefix is None else prefix.num_tokens
         left = [part for part in prompt.segments if part.end > known and len(prompt) >= self._min_tokens]
         behind = [self.segments.segment_load(prompt, part, known) for part in left]
@@ -273,10 +303,11 @@ def _require_layers(selector: Selector, num_layers: int) -> None:
 
 
 def _refuse_shared_slots(prompts: Sequence[CheckedBlend]) -> None:
-    empty = np.zeros(0, np.int64)
-    written = np.concatenate([empty, *(prompt.slots[prompt.num_local :] for prompt in prompts)])
-    local = np.concatenate([empty, *(prompt.slots[: prompt.num_local] for prompt in prompts)])
-    if len(np.unique(written)) < len(written):
+    if len(prompts) < 2:
+        return  # a prompt by itself was checked
+    written = np.sort(np.concatenate([prompt.slots[prompt.num_local :] for prompt in prompts]))
+    local = np.concatenate([prompt.slots[: prompt.num_local] for prompt in prompts])
+    if (written[1:] == written[:-1]).any():
         raise RequestError("two prompts of a batch write to the same slot; each needs its own")
     if np.isin(written, local).any():
         raise RequestError("a prompt of a batch writes to a slot local to another one; each needs its own")

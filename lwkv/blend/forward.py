@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lwkv.blend.attention import attention_paid
+from lwkv.blend.head_start import HeadStart
 from lwkv.blend.model import BlendModel
 from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.rows import Layout, Rows
@@ -51,12 +52,16 @@ class BlendPass:
     Rows that are computed replace what was loaded of them, in every layer up to the one where they are left
     out. Each sees the keys up to its own position: those of rows that are left out as they were loaded.
 
+    Its tables are on the device, or on their way there, once it is made: make it before the loads begin,
+    whose copies are large.
+
     Args:
         share: of each prompt's reused tokens, the part to compute again.
-        wait: returns when work queued from now on finds a layer's loads in the cache; asked for the layers in
-            order, for some of them more than once.
-        written: told when a layer's rows are written, once for each layer.
+        head: layer 0 of the same prompts; used where all their rows are to be computed in it.
     """
+
+    _wait: LayerHook
+    _written: LayerHook
 
     def __init__(
         self,
@@ -65,26 +70,39 @@ class BlendPass:
         layouts: Sequence[Layout],
         selector: Selector,
         share: float,
-        wait: LayerHook,
-        written: LayerHook = no_hook,
+        head: HeadStart | None = None,
     ) -> None:
         self._model, self._cache, self._layouts = model, cache, layouts
         self._selector, self._share = selector, share
-        self._wait, self._written = wait, written
         self._device = model.device
         self._num_positions = max(len(layout.prompt) for layout in layouts)
+        # Asked once: a protocol is slow to tell.
+        self._checks = selector if isinstance(selector, ByChange) and share > 0 else None
         self._row_layers = 0
-        slots = np.concatenate([layout.prompt.slots for layout in layouts])
-        self._all = cache.at(torch.from_numpy(slots).to(self._device))
         self._bounds = np.append(0, np.cumsum([len(layout.prompt) for layout in layouts])).tolist()
+        self._head = head if self._computes_all() else None
+        if self._head is None:
+            slots = np.concatenate([layout.prompt.slots for layout in layouts])
+            self._all = cache.at(torch.from_numpy(slots).to(self._device))
+            self._first = self._first_rows()
+        else:
+            self._all, self._first = self._head.at, self._head.rows.marked(layouts)
+        asks = isinstance(selector, ByAttention) and share > 0
+        self._asking = self._rows([np.zeros(0, np.int64)] * len(layouts)) if asks else None
 
     @torch.no_grad()
-    def run(self) -> Computed:
-        """Queue all of it on the current stream; nothing is read back but where a threshold counts rows."""
-        rows = self._first_rows()
-        hidden = self._model.embed(rows.tokens)
-        at, angles = self._prepare(rows)
-        for layer in range(self._model.num_layers):
+    def run(self, wait: LayerHook, written: LayerHook = no_hook) -> Computed:
+        """Queue all of it on the current stream; nothing is read back but where a threshold counts rows.
+
+        Args:
+            wait: returns when work queued from now on finds a layer's loads in the cache; asked for the
+                layers in order, for some of them more than once.
+            written: told when a layer's rows are written, once for each layer.
+        """
+        self._wait, self._written = wait, written
+        rows = self._first if self._asking is None else self._needed(self._asking, self._first)
+        hidden, at, angles, first = self._begin(rows)
+        for layer in range(first, self._model.num_layers):
             q, k, v = self._project(layer, hidden, angles)
             kept = self._check(layer, rows, at, k, v)
             self._cache.write(layer, at, k, v)
@@ -98,6 +116,23 @@ class BlendPass:
         chosen = [part.stop - part.start - len(layout.always) for part, layout in counts]
         return Computed(self._model.logits(hidden[rows.last]), chosen, self._row_layers)
 
+    def _begin(self, rows: Rows) -> tuple[Tensor, CacheRows, Any, int]:
+        """The states of `rows`, where they are, their angles, and the layer to go on with."""
+        head = self._head
+        if head is None:
+            return self._model.embed(rows.tokens), *self._prepare(rows), 0
+        self._wait(0)
+        self._cache.write(0, head.at, head.k, head.v)
+        self._written(0)
+        return head.hidden, head.at, head.angles, 1
+
+    def _computes_all(self) -> bool:
+        """Whether the first layer is computed for every row of every prompt."""
+        return all(
+            not layout.known and (self._checks is not None or not layout.reused.any())
+            for layout in self._layouts
+        )
+
     def _first_rows(self) -> Rows:
         selector = self._selector
         if isinstance(selector, AtStart):
@@ -106,8 +141,7 @@ class BlendPass:
             )
         if self._share == 0:
             return self._rows([np.zeros(0, np.int64)] * len(self._layouts))
-        rows = self._rows([layout.candidates for layout in self._layouts])
-        return self._needed(selector, rows) if isinstance(selector, ByAttention) else rows
+        return self._rows([layout.candidates for layout in self._layouts])
 
     def _rows(self, chosen: Sequence[Int64s]) -> Rows:
         return Rows.of(self._layouts, chosen, self._device)
@@ -132,8 +166,8 @@ class BlendPass:
 
     def _check(self, layer: int, rows: Rows, at: CacheRows, k: Tensor, v: Tensor) -> list[Tensor] | None:
         """At a check layer: the rows of each prompt that go on; else None."""
-        selector = self._selector
-        if not isinstance(selector, ByChange) or layer not in selector.layers or self._share == 0:
+        selector = self._checks
+        if selector is None or layer not in selector.layers:
             return None
         mine, last = selector.shares[selector.layers.index(layer)], selector.shares[-1]
         share = mine * self._share / last if last else self._share
@@ -151,17 +185,18 @@ class BlendPass:
             budget = min(budget, int(((scores >= threshold) & ~always).sum()))
         return top(scores, always, min(len(layout.always) + budget, len(always)))
 
-    def _needed(self, selector: ByAttention, rows: Rows) -> Rows:
+    def _needed(self, asking: Rows, rows: Rows) -> Rows:
         """Of `rows`, which have all reused tokens, those that the questions look at."""
         kept = [
             self._keep(layout, rows.always[part], paid[rows.positions[part]], self._share)
-            for layout, part, paid in zip(self._layouts, rows.parts, self._ask(selector), strict=True)
+            for layout, part, paid in zip(self._layouts, rows.parts, self._ask(asking), strict=True)
         ]
         return rows.only(kept)[0]
 
-    def _ask(self, selector: ByAttention) -> list[Tensor]:
-        """What the question of each prompt pays to each of its tokens, float32 (tokens,)."""
-        rows = self._rows([np.zeros(0, np.int64)] * len(self._layouts))
+    def _ask(self, rows: Rows) -> list[Tensor]:
+        """What the question of each prompt, in `rows`, pays to each of its tokens: float32 (tokens,)."""
+        selector = self._selector
+        assert isinstance(selector, ByAttention), "only these ask"
         hidden = self._model.embed(rows.tokens)
         at, angles = self._prepare(rows)
         paid = [torch.zeros(len(layout.prompt), device=self._device) for layout in self._layouts]

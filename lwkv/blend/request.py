@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,9 @@ from lwkv.errors import RequestError
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import Request, check_loads
 from lwkv.transfer import NO_SLOT, Chunking
+
+# Where no chunks are asked for.
+UNCUT = Chunking(sys.maxsize, partial=False)
 
 
 class Segment(NamedTuple):
@@ -63,7 +67,7 @@ def check_blend(request: BlendRequest, num_slots: int) -> CheckedBlend:
             given twice; segments as `check_segments`; `num_local` that leaves no token.
     """
     whole = Request(request.tokens, request.slot_mapping, salts=request.salts)
-    (checked,) = check_loads([whole], num_slots, Chunking(1, partial=False))
+    (checked,) = check_loads([whole], num_slots, UNCUT)
     if not len(checked.ids):
         raise RequestError("a prompt without a token cannot be computed; give one token at least")
     if int(checked.slots.min()) == NO_SLOT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,20 @@ class Layout:
     @property
     def always(self) -> Int64s:
         """The positions that are computed in any case: gaps and the question, int64 (n,), ascending."""
+        return self.with_always(np.zeros(0, np.int64))
+
+    def with_always(self, chosen: Int64s) -> Int64s:
+        """Those, and reused ones at positions `chosen`: int64 (n,), ascending."""
         mine = ~self.reused
         mine[: self.known] = False
+        mine[chosen] = True
         return np.flatnonzero(mine)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The reused tokens as positions [first, last) of as few runs as can be."""
+        ends = np.flatnonzero(np.diff(self.reused, prepend=False, append=False))
+        return [(int(first), int(last)) for first, last in ends.reshape(-1, 2)]
 
     @property
     def question(self) -> int:
@@ -67,8 +78,7 @@ class Rows:
     @classmethod
     def of(cls, layouts: Sequence[Layout], chosen: Sequence[Int64s], device: torch.device) -> Rows:
         """The rows that are always computed, and of each prompt the reused ones at positions `chosen`."""
-        parts = zip(layouts, chosen, strict=True)
-        picked = [np.sort(np.concatenate([layout.always, extra])) for layout, extra in parts]
+        picked = [layout.with_always(extra) for layout, extra in zip(layouts, chosen, strict=True)]
         pairs = list(zip(layouts, picked, strict=True))
         numbers = np.concatenate(
             [
@@ -83,6 +93,17 @@ class Rows:
 
     def __len__(self) -> int:
         return self.bounds[-1]
+
+    def marked(self, layouts: Sequence[Layout]) -> Rows:
+        """The same, which are all rows of all prompts, with the reused ones not `always` computed.
+
+        Nothing is copied to the device: that would wait for what is queued there.
+        """
+        always = torch.ones_like(self.always)
+        for layout, start in zip(layouts, self.bounds, strict=False):
+            for first, last in layout.runs:
+                always[start + first : start + last] = False
+        return replace(self, always=always)
 
     @property
     def parts(self) -> list[slice]:

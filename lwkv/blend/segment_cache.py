@@ -17,8 +17,9 @@ from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.pipeline import retrieve_steps, store_steps
+from lwkv.platforms import Event
 from lwkv.platforms.protocol import Int64s
-from lwkv.request import Request, check_loads, check_stores
+from lwkv.request import Request, check_stores
 from lwkv.retrieval import BatchRetrieval
 from lwkv.storing import BatchStoring
 from lwkv.token_ids import TokenIds
@@ -70,12 +71,13 @@ class SegmentCache:
         self.connector: BufferConnector = engine.connector
         self.shared_prefix = shared_prefix_ids(shared_prefix)
         self._namespace = f"{engine.namespace}-{NAMESPACE}"
+        self._behind = ",".join(map(str, self.shared_prefix))
         self._chunking = Chunking(engine.config.chunk_size, partial=True)
 
     def keys(self, tokens: TokenIds, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The keys of a segment's chunks, the last of which may be smaller."""
-        behind = ",".join(map(str, self.shared_prefix))
-        return chunk_keys(tokens, self._chunking.chunk_size, self._namespace, (behind, *salts), partial=True)
+        salts = (self._behind, *salts)
+        return chunk_keys(tokens, self._chunking.chunk_size, self._namespace, salts, partial=True)
 
     def num_cached(self, tokens: Int64s, salts: Sequence[str] = ()) -> int:
         """How many leading tokens of a segment are cached, in any tier."""
@@ -92,7 +94,7 @@ class SegmentCache:
         slots = prompt.slots[:end].copy()
         slots[hit:] = NO_SLOT
         chunking = self._chunking._replace(partial=self.engine.config.save_unfull_chunk)
-        request = self._checked(prompt.ids[:end], slots, prompt.num_local, prompt.salts, chunking)
+        request = _part(prompt, prompt.ids[:end], slots, prompt.num_local, chunking)
         return SegmentLoad(request, self.engine.parts().keys_of(request), 0, 0, is_exact=True)
 
     def segment_load(self, prompt: CheckedBlend, segment: Segment, first: int) -> SegmentLoad:
@@ -102,24 +104,34 @@ class SegmentCache:
         if segment.end == len(prompt):
             slots[-1] = NO_SLOT  # the last token's logits are wanted
         local = min(max(first - segment.start, 0), len(tokens))
-        request = self._checked(tokens, slots, local, prompt.salts, self._chunking)
+        request = _part(prompt, tokens, slots, local, self._chunking)
         shift = segment.start - len(self.shared_prefix)
         # Nothing stands before it here, and nothing did when it was computed.
         is_exact = segment.start == 0 and not self.shared_prefix
         return SegmentLoad(request, self.keys(tokens, prompt.salts), segment.start, shift, is_exact)
 
-    def retrieve(self, loads: Sequence[SegmentLoad]) -> Generator[Any, None, None]:
-        """Load them in num_layers + 2 steps; as `CacheEngine.retrieve_batch`."""
+    def retrieval(self, loads: Sequence[SegmentLoad], behind: Event | None = None) -> BatchRetrieval:
+        """What loads them, for `lwkv.pipeline.retrieve_steps`; the caller closes it.
+
+        Args:
+            behind: as in `BufferConnector.begin_load`.
+        """
         keys = {id(load.request): load.keys for load in loads}
         parts = replace(self.engine.parts(), keys_of=lambda request: keys[id(request)])
-        shifts = _Shifts(loads)
 
-        def begin_load(transfer: Transfer, pages: Int64s | None) -> Load:
+        def begin_load(transfers: list[Transfer], pages: Int64s | None) -> Load:
+            shift, lengths = [load.shift for load in loads], [len(part.slots) for part in transfers]
+            shifts = np.repeat(np.array(shift, np.int64), lengths) if any(shift) else None
             # What computes reads and writes the engine's blocks.
-            return self.connector.begin_load(transfer, pages, shifts.of(transfer), in_place=True)
+            return self.connector.begin_load(
+                Transfer.join(transfers), pages, shifts, in_place=True, behind=behind
+            )
 
-        requests = [load.request for load in loads]
-        return retrieve_steps(BatchRetrieval(requests, parts, begin_load), True, list)
+        return BatchRetrieval([load.request for load in loads], parts, begin_load)
+
+    def retrieve(self, loads: Sequence[SegmentLoad]) -> Generator[Any, None, None]:
+        """Load them in num_layers + 2 steps; as `CacheEngine.retrieve_batch`."""
+        return retrieve_steps(self.retrieval(loads), True, list)
 
     def store(
         self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()
@@ -131,30 +143,13 @@ class SegmentCache:
         keys = self.keys(tokens, salts)
         return store_steps(BatchStoring(checked, replace(parts, keys_of=lambda _: keys), sync=True))
 
-    def _checked(
-        self, tokens: Int64s, slots: Int64s, num_local: int, salts: Sequence[str], chunking: Chunking
-    ) -> CheckedRequest:
-        mask = np.arange(len(tokens)) >= num_local
-        request = Request(tokens, slots, mask, salts)
-        return check_loads([request], self.connector.num_slots, chunking)[0]
 
-
-class _Shifts:
-    """How far each token of a batch is to move, found by its slot."""
-
-    def __init__(self, loads: Sequence[SegmentLoad]) -> None:
-        empty = np.zeros(0, np.int64)
-        slots = np.concatenate([empty, *(load.request.slots for load in loads)])
-        shifts = np.concatenate([empty, *(np.full(len(load.request.slots), load.shift) for load in loads)])
-        order = np.argsort(slots, kind="stable")
-        self._slots, self._shifts = slots[order], shifts[order]
-
-    def of(self, transfer: Transfer) -> Int64s | None:
-        """Int64 (tokens,) for a transfer's tokens; None where none moves."""
-        if not self._shifts.any():
-            return None
-        shifts: Int64s = self._shifts[np.searchsorted(self._slots, transfer.slots)]
-        return shifts
+def _part(
+    prompt: CheckedBlend, tokens: Int64s, slots: Int64s, num_local: int, chunking: Chunking
+) -> CheckedRequest:
+    """A part of a prompt, which was checked as a whole."""
+    counts = chunking.chunk_tokens(len(tokens))
+    return CheckedRequest(tokens, slots, num_local, prompt.salts, chunking.chunk_size, counts)
 
 
 def lay_out(prompt: CheckedBlend, loads: Sequence[SegmentLoad], counts: Sequence[int]) -> Layout:

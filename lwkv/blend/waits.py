@@ -7,20 +7,16 @@ from typing import Any
 
 import torch
 
+from lwkv.pipeline import retrieve_steps
+from lwkv.retrieval import BatchRetrieval
+
 
 class LayerWaits:
-    """Takes a retrieval's N + 2 steps: the first at once, the others when a layer is waited for.
+    """Takes a retrieval's N + 2 steps: the first at once, the others when a layer is waited for."""
 
-    Args:
-        steps: of a batch, as `retrieve_steps` makes them; the caller closes it.
-
-    Attributes:
-        promised: tokens of each load that will come.
-    """
-
-    def __init__(self, steps: Generator[Any, None, None]) -> None:
-        self._steps = steps
-        self.promised: list[int] = next(steps)
+    def __init__(self, retrieval: BatchRetrieval) -> None:
+        self._steps: Generator[Any, None, None] = retrieve_steps(retrieval, True, list)
+        self._promised: list[int] = next(self._steps)
         self._taken = 1
         self._masks: list[torch.Tensor] | None = None
 
@@ -33,4 +29,4 @@ class LayerWaits:
     def arrived(self) -> list[bool]:
         """Whether each load brought all it promised, in every layer; for after the wait for the last one."""
         masks = self._masks or []
-        return [int(mask.sum()) == count for mask, count in zip(masks, self.promised, strict=True)]
+        return [int(mask.sum()) == count for mask, count in zip(masks, self._promised, strict=True)]

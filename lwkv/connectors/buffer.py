@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.buffered_load import BufferedLoad, Stopover, as_buffered, send_places
+from lwkv.connectors.buffered_load import BufferedLoad, as_buffered
 from lwkv.connectors.buffers import memory_of, new_buffer
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.plan import Plan, Slice
-from lwkv.connectors.rope import Rope, Turn
+from lwkv.connectors.rope import Rope, Turning
 from lwkv.errors import LayoutError, RequestError
+from lwkv.kernels import Rows, Sharing, Turn
 from lwkv.paged_layer import PagedLayer
+from lwkv.platforms import Event
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT, Transfer
 
@@ -37,8 +39,11 @@ class BufferConnector(PagedConnector):
         return self._config.lookahead_layers + 2
 
     def layers_ahead(self, load: Load, layer: int, known: bool) -> int:
+        if as_buffered(load).in_place:
+            # A blend computes most in its first layer: that is launched before the third one is queued.
+            return super().layers_ahead(load, max(layer - 1, 0), known)
         # In the buffer is room for few: what is queued early makes the model wait for the layers before it.
-        return super().layers_ahead(load, layer, known and as_buffered(load).in_place)
+        return super().layers_ahead(load, layer, known=False)
 
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
         """Raise LayoutError for opaque blocks, and for layers of different shapes."""
@@ -70,54 +75,61 @@ class BufferConnector(PagedConnector):
         pages: Int64s | None = None,
         shift: Int64s | None = None,
         in_place: bool = False,
+        behind: Event | None = None,
     ) -> BufferedLoad:
         """Start loads; `shift`, int64 (tokens,), is each token's new position less its stored one.
 
         Args:
             in_place: pass by the buffer: keys turn on their way into the engine's blocks, and `get_kv` has
                 nothing to give. For whoever reads the blocks anyway.
+            behind: with `in_place`, what is written comes behind this event, recorded by now, and not behind
+                what the current stream holds when the first layer is queued.
 
         Raises:
             RequestError: `shift` without `set_rope`, or of another length than the transfer's slots.
         """
-        load = super().begin_load(transfer, pages)
-        moved = transfer.slots != NO_SLOT
-        rows_of = np.where(moved, np.cumsum(moved) - 1, NO_SLOT)
-        num_rows = int(moved.sum())
-        turn = None if shift is None else self._turn(load.plan, shift, moved)
-        places = send_places(load.plan, rows_of)
-        return BufferedLoad(
-            load.lane,
-            load.plan,
-            load.arrived,
-            load.fetched,
-            recordings=load.recordings,
-            stream=load.stream,
+        lane, moved = self._load_lane, transfer.slots != NO_SLOT
+        num_rows, plan = int(moved.sum()), self._plan(transfer, lane, pages)
+        load = BufferedLoad(
+            lane,
+            plan,
+            [None] * self.num_layers,
             in_place=in_place,
-            buffers=self.layers if in_place else self._new_buffers(num_rows),
+            buffers=() if in_place else self._new_buffers(num_rows),
             num_rows=num_rows,
-            rows_of=rows_of,
-            places=places,
-            turn=turn,
+            rows_of=np.where(moved, np.cumsum(moved) - 1, NO_SLOT),
+            turning=None if shift is None else self._turning(plan, shift, moved),
         )
+        load.send_tables()
+        if pages is not None:
+            self._fetch_first(load, pages)
+        if behind is not None:
+            load.is_ordered = True
+            self._wait_behind(load, behind)
+        return load
 
     def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
         load = as_buffered(load)
-        target = load.buffer(layer)
+        if load.in_place:
+            super().load_layer(load, layer, pages)
+            return
         if layer >= len(load.buffers):
             self.wait_layer(load, layer - len(load.buffers))
             self._wait_for_buffer(load)
-        self._queue_load(load, range(layer, layer + 1), [target], pages)
+        self._queue_load(load, range(layer, layer + 1), [load.buffer(layer)], pages)
         load.filled.append((load.plan, load.places))
 
     def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
         load = as_buffered(load)
         load.rows_of = load.rows_of[np.repeat(kept, load.plan.transfer.chunk_tokens)]
         super().drop_chunks(load, kept)
-        load.places = send_places(load.plan, load.rows_of)
+        load.send_tables()
 
     def wait_layer(self, load: Load, layer: int) -> None:
         load = as_buffered(load)
+        if load.in_place:
+            super().wait_layer(load, layer)
+            return
         for arrived in range(load.num_flushed, layer + 1):
             super().wait_layer(load, arrived)
             self.flush(load, arrived)
@@ -147,7 +159,7 @@ class BufferConnector(PagedConnector):
         buffer = load.buffer(layer)
         plan, places = load.filled[layer]
         if places is not None:
-            work = partial(self._empty, load, self.layers[layer], buffer, plan)
+            work = partial(self._empty, self.layers[layer], buffer, plan, places)
             load.user = self.platform.current_stream(self.device)
             self.platform.launch(load.user, work)
 
@@ -171,38 +183,30 @@ class BufferConnector(PagedConnector):
             self._compile_turn(self._rope)
 
     def _compile_turn(self, rope: Rope) -> None:
-        lane, (buffer, *_) = self._load_lane, self._new_buffers(1)
-        table = torch.zeros(1, len(rope.frequencies), device=self.device)[:0]
+        lane, (buffer, *_), rows = self._load_lane, self._new_buffers(1), self._no_rows()
+        table = torch.zeros(1, len(rope.frequencies), device=self.device)
+        turn = Turn(table, table, rows.slots, rope.interleaved)
         for target in (buffer, *self.layers):
-            turn = partial(self.kernels.scatter_rotated, target, lane.buffers[0].memory, self._no_rows())
-            self.platform.launch(lane.kernels, partial(turn, table, table, rope.interleaved))
+            sharing = Sharing([target], lane.buffers[0].memory, 0, rows, turn)
+            self.platform.launch(lane.kernels, partial(self.kernels.move_layers, True, sharing))
 
     def _together(self, load: Load, layer: int) -> range:
-        return range(layer, layer + 1)  # one kernel turns the keys of one layer
+        return super()._together(load, layer) if as_buffered(load).in_place else range(layer, layer + 1)
 
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
-        load, (target,) = as_buffered(load), targets
-        assert load.places is not None, "a slice has rows, so there are places"
-        fill = partial(self._fill, load, load.places, target, staging, part)
-        self.platform.launch(load.lane.kernels, fill)
+        load = as_buffered(load)
+        sharing = load.plan.sharing(targets, staging, load.arrival(part))
+        load.lane.move(self.kernels, sharing._replace(turn=load.turn_of(part)))
 
-    def _fill(
-        self, load: BufferedLoad, places: torch.Tensor, target: PagedLayer, staging: torch.Tensor, part: Slice
-    ) -> None:
-        stopover = load.stopovers.get(id(part))
-        if stopover is None:
-            # Made on the stream that fills: whoever empties has waited for what it filled.
-            stopover = load.stopovers[id(part)] = Stopover.of(part, places, load)
-        if stopover.angles is None or load.turn is None:
-            self.kernels.scatter(target, staging, stopover.fill)
-        else:
-            interleaved = load.turn.interleaved
-            self.kernels.scatter_rotated(target, staging, stopover.fill, *stopover.angles, interleaved)
-
-    def _empty(self, load: BufferedLoad, layer: PagedLayer, buffer: PagedLayer, plan: Plan) -> None:
+    def _empty(self, layer: PagedLayer, buffer: PagedLayer, plan: Plan, places: torch.Tensor) -> None:
         for part in plan.slices(layer):
             if part.first_row < part.last_row:
-                self.kernels.scatter(layer, memory_of(buffer), load.stopovers[id(part)].empty)
+                place = places[part.first_row : part.last_row]
+                rows = Rows(part.rows.slots, place, place + buffer.num_rows)
+                self.kernels.scatter(layer, memory_of(buffer), rows)
+
+    def _wait_behind(self, load: BufferedLoad, behind: Event) -> None:
+        self.platform.wait_event(load.lane.kernels, behind)
 
     def _wait_for_buffer(self, load: BufferedLoad) -> None:
         if load.user is not None:
@@ -212,12 +216,12 @@ class BufferConnector(PagedConnector):
         with self.platform.use_stream(self._load_lane.kernels):
             return [new_buffer(self.layers[0], num_rows) for _ in range(self.num_buffered)]
 
-    def _turn(self, plan: Plan, shift: Int64s, moved: npt.NDArray[np.bool_]) -> Turn | None:
+    def _turning(self, plan: Plan, shift: Int64s, moved: npt.NDArray[np.bool_]) -> Turning | None:
         if self._rope is None:
             raise RequestError("keys are to move to other positions: call set_rope first")
         if len(shift) != len(moved):
             raise RequestError(f"shift has {len(shift)} entries, the transfer has {len(moved)} tokens")
-        return Turn(self._rope, shift[moved], plan.uploads) if moved.any() else None
+        return Turning(self._rope, shift[moved], plan.uploads) if moved.any() else None
 
 
 def _shape(layer: PagedLayer) -> tuple[object, ...]:

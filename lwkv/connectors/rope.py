@@ -10,6 +10,7 @@ import torch
 
 from lwkv.connectors.upload import Uploads
 from lwkv.errors import ConfigError, LayoutError
+from lwkv.kernels import Turn
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms.protocol import Int64s
 
@@ -48,11 +49,10 @@ class Rope:
         raise LayoutError(f"layer {layer.name!r} {problem}; its keys cannot move to other positions")
 
 
-class Turn:
-    """Cosines and sines for the shifts of one load, on the device.
+class Turning:
+    """Cosines and sines for the shifts of one load, on the device, and which of them each row turns by.
 
-    A prompt has few different shifts (one a segment), so only those are computed, in fp64, and each row
-    knows its own.
+    A prompt has few different shifts (one a segment), so only those are computed, in fp64.
 
     Args:
         shift: int64 (rows,), each row's new position less its stored one.
@@ -62,17 +62,16 @@ class Turn:
         # A segment's tokens stand together, so only the first of each run is looked at.
         starts = np.append(0, np.flatnonzero(np.diff(shift)) + 1)
         shifts, runs = np.unique(shift[starts], return_inverse=True)
-        index = np.repeat(runs.reshape(-1), np.diff(np.append(starts, len(shift))))
+        self._angles = np.repeat(runs.reshape(-1), np.diff(np.append(starts, len(shift))))
+        self._interleaved, self._uploads = rope.interleaved, uploads
         angles = np.outer(shifts, np.asarray(rope.frequencies, np.float64))
-        self.interleaved = rope.interleaved
-        self._cos = uploads.send(_as_fp32(np.cos(angles)))
-        self._sin = uploads.send(_as_fp32(np.sin(angles)))
-        self._index = uploads.send(torch.from_numpy(index.astype(np.int64)))
+        # One by one: kernels are compiled for tables that begin at a multiple of 16 bytes.
+        self._cos, self._sin = (uploads.send(_as_fp32(table)) for table in (np.cos(angles), np.sin(angles)))
 
-    def of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of `rows`, int64 (n,), as fp32 (n, half); device work on the current stream."""
-        index = self._index[rows]
-        return self._cos[index], self._sin[index]
+    def of(self, rows: Int64s) -> Turn:
+        """What turns `rows`, int64 (n,), not none; a table of theirs is on its way to the device."""
+        angles = self._uploads.send(torch.from_numpy(self._angles[rows]))
+        return Turn(self._cos, self._sin, angles, self._interleaved)
 
 
 def _as_fp32(values: npt.NDArray[np.float64]) -> torch.Tensor:

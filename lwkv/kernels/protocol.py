@@ -30,16 +30,37 @@ class Rows:
         return self.slots.data_ptr(), self.k_rows.data_ptr(), self.v_rows.data_ptr()
 
 
+class Turn(NamedTuple):
+    """How keys turn on their way into the cache.
+
+    The first `2 * half` elements of every head turn by an angle of the row's, computed in fp32 (fp64 in
+    fp64) and rounded once; the other elements stay as they are.
+
+    Attributes:
+        cos, sin: fp32 (angles, half), contiguous, on the layer's device, half <= width / 2. To move a key
+            from position p to q: the cosine and sine of (q - p) * frequency.
+        angles: int64 (T,), there too: entry i is the row of `cos` and `sin` that is for entry i of the rows.
+        interleaved: pairs are elements (2i, 2i + 1); otherwise (i, i + half), as in NeoX and Llama.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    angles: Tensor
+    interleaved: bool
+
+
 class Sharing(NamedTuple):
     """Layers that share a staging buffer, and the rows that are moved of each.
 
-    Layer i has its staging from byte `i * layer_bytes` on, a multiple of 16 where there are several.
+    Layer i has its staging from byte `i * layer_bytes` on, a multiple of 16 where there are several. With a
+    `turn`, which is for scattering, K turns on the way.
     """
 
     layers: Sequence[PagedLayer]
     staging: Tensor
     layer_bytes: int
     rows: Rows
+    turn: Turn | None = None
 
     def parts(self) -> Iterator[tuple[PagedLayer, Tensor]]:
         """Each layer with its staging."""
@@ -76,21 +97,7 @@ class Kernels(Protocol):
 
         Args:
             handle: of the stream, where `takes_handles`; None for the current one.
-        """
-
-    def scatter_rotated(
-        self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> None:
-        """Scatter, with K turned on the way and V as it is.
-
-        The first `2 * half` elements of every head of K turn by an angle of the row's, computed in fp32
-        (fp64 in fp64) and rounded once; the other elements stay as they are.
-
-        Args:
-            cos, sin: fp32, (T, half), contiguous, on the layer's device, entry i for entry i of `rows`, half
-                <= width / 2. To move a key from position p to q: the cosine and sine of (q - p) * frequency.
-            interleaved: pairs are elements (2i, 2i + 1); otherwise (i, i + half), as in NeoX and Llama.
 
         Raises:
-            ValueError: the layer's dtype is no float.
+            ValueError: keys are to turn in a layer whose dtype is no float.
         """

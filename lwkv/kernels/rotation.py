@@ -1,10 +1,11 @@
-"""Turning keys in plain torch: see `Kernels.scatter_rotated`."""
+"""Turning keys in plain torch: see `Turn`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lwkv.kernels.protocol import Turn
 from lwkv.paged_layer import PagedLayer
 
 
@@ -14,13 +15,14 @@ def check_rotatable(layer: PagedLayer) -> None:
         raise ValueError(f"layer {layer.name!r} is {layer.dtype}: only float caches can be rotated")
 
 
-def rotate(k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Turn k, float (T, H, D), in place; tables as in `Kernels.scatter_rotated`."""
-    half = cos.shape[1]
-    first = k[..., 0 : 2 * half : 2] if interleaved else k[..., :half]
-    second = k[..., 1 : 2 * half : 2] if interleaved else k[..., half : 2 * half]
+def rotate(k: Tensor, turn: Turn) -> None:
+    """Turn k, float (T, H, D), in place."""
+    half = turn.cos.shape[1]
+    first = k[..., 0 : 2 * half : 2] if turn.interleaved else k[..., :half]
+    second = k[..., 1 : 2 * half : 2] if turn.interleaved else k[..., half : 2 * half]
     math = torch.float64 if k.dtype == torch.float64 else torch.float32
-    a, b, c, s = first.to(math), second.to(math), cos[:, None].to(math), sin[:, None].to(math)
+    c, s = (table[turn.angles][:, None].to(math) for table in (turn.cos, turn.sin))
+    a, b = first.to(math), second.to(math)
     turned = a * c - b * s, b * c + a * s
     first.copy_(_fit(turned[0], k.dtype))
     second.copy_(_fit(turned[1], k.dtype))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lwkv.kernels.protocol import Rows, Sharing
+from lwkv.kernels.protocol import Rows, Sharing, Turn
 from lwkv.kernels.rotation import check_rotatable, rotate
 from lwkv.paged_layer import PagedLayer
 
@@ -39,19 +39,22 @@ class TorchKernels:
         pass
 
     def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
-        move = self.scatter if scatter else self.gather
+        rows, turn = sharing.rows, sharing.turn
         for layer, staging in sharing.parts():
-            move(layer, staging, sharing.rows)
+            if turn is not None:
+                self._scatter_turned(layer, staging, rows, turn)
+            elif scatter:
+                self.scatter(layer, staging, rows)
+            else:
+                self.gather(layer, staging, rows)
 
     @torch.inference_mode()
-    def scatter_rotated(
-        self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> None:
+    def _scatter_turned(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn) -> None:
         check_rotatable(layer)
         for part, (cache, place, staged, numbers) in enumerate(_parts(layer, staging, rows)):
             words = staged.index_select(0, numbers)
             if part == 0:
-                rotate(words.view(layer.dtype), cos, sin, interleaved)
+                rotate(words.view(layer.dtype), turn)
             cache[place] = words
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from lwkv.kernels import triton_rotation, triton_source
-from lwkv.kernels.protocol import Rows, Sharing
+from lwkv.kernels.protocol import Rows, Sharing, Turn
 from lwkv.kernels.rotation import check_rotatable
 from lwkv.kernels.triton_joined import join_layers
 from lwkv.kernels.triton_launch import Key, Launch, is_callable_compiled, strides
@@ -41,25 +41,26 @@ class TritonKernels:
             self._joined = join_layers(layers, self._compiled)
 
     def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
-        layers, staging, step, rows = sharing
+        layers, staging, step, _, turn = sharing
         first = layers[0]
-        if len(layers) == 1:
+        if len(layers) == 1 and turn is not None:
+            self._scatter_turned(sharing, turn, handle)
+        elif len(layers) == 1:
             launch = self._find(first, (scatter, staging.data_ptr() % 16), self._make_move)
             launch(sharing, (staging.numel() // first.row_bytes,), handle)
-        elif self._joined:
+        elif self._joined and turn is None:
             sizes = step // first.row_bytes, step // first.words[0].element_size()
             self._joined[scatter, first](sharing, sizes, handle)
         else:
             for layer, part in sharing.parts():
-                self.move_layers(scatter, Sharing([layer], part, 0, rows), handle)
+                self.move_layers(scatter, sharing._replace(layers=[layer], staging=part), handle)
 
-    def scatter_rotated(
-        self, layer: PagedLayer, staging: Tensor, rows: Rows, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> None:
+    def _scatter_turned(self, sharing: Sharing, turn: Turn, handle: int | None) -> None:
+        (layer,), (cos, sin, angles, interleaved), staging = sharing.layers, turn, sharing.staging
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
-        sharing, sizes = Sharing([layer], staging, 0, rows), (staging.numel() // layer.row_bytes,)
-        self._find(layer, key, self._make_rotated)(sharing, sizes, None, cos, sin)
+        launch = self._find(layer, key, self._make_turned)
+        launch(sharing, (staging.numel() // layer.row_bytes,), handle, cos, sin, angles)
 
     def _find(self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key], Launch]) -> Launch:
         launches = self._launches.setdefault(layer, {})
@@ -72,10 +73,10 @@ class TritonKernels:
         across, constants = layer.row_bytes // k.element_size(), (*strides(k), key[0])
         return Launch(triton_source.move, layer, (k, v), across, constants, key, self._compiled)
 
-    def _make_rotated(self, layer: PagedLayer, key: Key) -> Launch:
+    def _make_turned(self, layer: PagedLayer, key: Key) -> Launch:
         interleaved, half, *_ = key
         k, v = layer.k.view(layer.dtype), layer.words[-1]
         word = v.element_size() // k.element_size()
         across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
         constants = (*strides(k), half, interleaved, word)
-        return Launch(triton_rotation.scatter_rotated, layer, (k, v), across, constants, key, self._compiled)
+        return Launch(triton_rotation.scatter_turned, layer, (k, v), across, constants, key, self._compiled)

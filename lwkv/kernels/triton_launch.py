@@ -49,7 +49,7 @@ class Launch:
 
     def __call__(self, sharing: Sharing, sizes: tuple[int, ...], handle: int | None, *tables: Tensor) -> None:
         """Queue it; `sizes` are what it takes between its number of rows and its constants."""
-        layers, staging, _, rows = sharing
+        layers, staging, _, rows, _ = sharing
         count = rows.slots.shape[0]
         grid = -(-count // self._down), -(-self._across // self._columns), len(layers)
         numbers = (count, self._num_rows, *sizes, *self._constants)

@@ -14,7 +14,7 @@ from lwkv.kernels.triton_source import UNALIGNED, UNSPECIALIZED, copy, load_numb
 
 @triton.jit
 def _turn(
-    source, target, source_row, target_row, cos, sin, entry, valid, pair,
+    source, target, source_row, target_row, cos, sin, row_angle, valid, pair,
     SOURCE_HEAD: tl.constexpr, TARGET_HEAD: tl.constexpr, HEADS: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def _turn(
     first = 2 * i if INTERLEAVED else i
     step: tl.constexpr = 1 if INTERLEAVED else HALF
     mask = valid[:, None] & (pair < HEADS * HALF)[None, :]
-    angle = entry.to(tl.int64)[:, None] * HALF + i[None, :]
+    angle = row_angle[:, None] * HALF + i[None, :]
     c = tl.load(cos + angle, mask=mask)
     s = tl.load(sin + angle, mask=mask)
     origin = source + source_row[:, None] + (head * SOURCE_HEAD + first)[None, :]
@@ -36,15 +36,15 @@ def _turn(
     tl.store(place + step, (b * c + a * s).to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
-def scatter_rotated(
-    k, v, staging, slots, k_rows, v_rows, cos, sin, num_rows, cache_rows, staging_rows,
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=(*UNALIGNED, "angles"))
+def scatter_turned(
+    k, v, staging, slots, k_rows, v_rows, cos, sin, angles, num_rows, cache_rows, staging_rows,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, WORD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows into the cache and rotate K. Sizes count in elements; V's words hold WORD of them."""
+    """Copy rows into the cache and turn K. Sizes count in elements; V's words hold WORD of them."""
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     slot, there = load_numbers(slots, entry, num_rows, cache_rows)
@@ -60,7 +60,7 @@ def scatter_rotated(
         place,
         cos,
         sin,
-        entry,
+        tl.load(angles + entry, mask=entry < num_rows, other=0),
         k_valid,
         column,
         WIDTH,

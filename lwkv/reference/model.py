@@ -62,10 +62,12 @@ class Model:
         weights, shape = self.weights.layers[layer], self.shape
         normed = self._norm(hidden, weights.attention_norm)
         qkv = functional.linear(normed, weights.qkv, weights.qkv_bias).view(len(hidden), -1, shape.head_size)
-        q, k, v = torch.split(qkv, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        qk, v = qkv.tensor_split([shape.num_heads + shape.num_kv_heads], dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+            q, k = qk.tensor_split([shape.num_heads], dim=1)
+            qk = torch.cat((self._norm(q, weights.q_norm), self._norm(k, weights.k_norm)), dim=1)
+        q, k = rotate(qk, cos, sin).tensor_split([shape.num_heads], dim=1)
+        return q, k, v
 
     def finish(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add the attention output, (T, num_heads, head_size), and the MLP to hidden (T, hidden_size)."""

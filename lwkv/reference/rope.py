@@ -83,5 +83,5 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
-    return torch.cat((turned, rest), dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*turned, rest), dim=-1).to(heads.dtype)

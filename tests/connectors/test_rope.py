@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lwkv.connectors import Rope
-from lwkv.connectors.rope import Turn
+from lwkv.connectors.rope import Turning
 from lwkv.connectors.upload import Uploads
 from lwkv.errors import ConfigError
 from lwkv.platforms import Platform
@@ -24,11 +24,11 @@ def test_frequencies_are_finite_and_there(frequencies: tuple[float, ...]) -> Non
 def test_each_row_has_the_cosines_and_sines_of_its_shift(platform: Platform, device: torch.device) -> None:
     frequencies, shift = (1.0, 0.1, 0.003), np.array([5, -70000, 5, 0], np.int64)
     stream = platform.current_stream(device)
-    turn = Turn(Rope(frequencies), shift, Uploads(platform, device, stream, {}))
-    tables: list[torch.Tensor] = []
-    rows = torch.tensor([3, 1, 0], device=device)
-    platform.launch(stream, lambda: tables.extend(turn.of(rows)))
+    turning = Turning(Rope(frequencies), shift, Uploads(platform, device, stream, {}))
+    rows = np.array([3, 1, 0], np.int64)
+    turn = turning.of(rows)
     platform.synchronize_device(device)
-    angles = torch.from_numpy(shift[[3, 1, 0]]).double()[:, None] * torch.tensor(frequencies).double()
-    for table, wanted in zip(tables, (angles.cos(), angles.sin()), strict=True):
-        torch.testing.assert_close(table.cpu(), wanted.float(), rtol=0, atol=1e-4)
+    angles = torch.from_numpy(shift[rows]).double()[:, None] * torch.tensor(frequencies).double()
+    for table, wanted in zip((turn.cos, turn.sin), (angles.cos(), angles.sin()), strict=True):
+        assert len(table) == 3, "one for each different shift"
+        torch.testing.assert_close(table[turn.angles].cpu(), wanted.float(), rtol=0, atol=1e-4)

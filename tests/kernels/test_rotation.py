@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwkv.kernels import Kernels, Rows
+from lwkv.kernels import Kernels, Rows, Sharing, Turn
 from lwkv.layout import PagedLayer
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,9 +38,16 @@ def angles(positions: Tensor, half: int) -> Tensor:
     return positions.double()[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
 
 
-def tables(shift: Tensor, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    angle = angles(shift, half)
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+def turn_by(shift: Tensor, half: int, interleaved: bool, device: torch.device) -> Turn:
+    """Tables of the different shifts, in an order that is not theirs."""
+    shifts, numbers = shift.flip(0).unique(return_inverse=True)
+    angle = angles(shifts, half)
+    return Turn(
+        angle.cos().float().to(device),
+        angle.sin().float().to(device),
+        numbers.flip(0).to(device),
+        interleaved,
+    )
 
 
 def make_keys(tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -65,9 +72,9 @@ def turn(kernels: Kernels, run: Callable, device: torch.device) -> Callable[...,
         k = torch.zeros_like(raw, device=device)[None] if cache is None else cache
         layer = PagedLayer("deep.0", raw.dtype, k.view(INTEGERS[raw.dtype.itemsize]), None)
         number = torch.arange(len(raw), device=device)
-        staging, (cos, sin) = raw.to(device).view(torch.uint8).flatten(), tables(shift, half, device)
-        rows = Rows(number, number, number)
-        run(lambda: kernels.scatter_rotated(layer, staging, rows, cos, sin, interleaved))
+        staging, how = raw.to(device).view(torch.uint8).flatten(), turn_by(shift, half, interleaved, device)
+        sharing = Sharing([layer], staging, 0, Rows(number, number, number), how)
+        run(lambda: kernels.move_layers(True, sharing))
         return k[0].cpu()
 
     return turned
@@ -118,8 +125,8 @@ def test_a_rotated_scatter_turns_k_and_leaves_v(
     staging = raw.view(torch.uint8).flatten().to(device)
     numbers = [torch.tensor(n).to(device) for n in ([19, 3, 11, 4], [0, 1, 2, 3], [4, 5, 6, 7])]
     shift = torch.tensor([5, -2, 100, 0])
-    cos, sin = tables(shift, half, device)
-    run(lambda: kernels.scatter_rotated(layer, staging, Rows(*numbers), cos, sin, interleaved))
+    sharing = Sharing([layer], staging, 0, Rows(*numbers), turn_by(shift, half, interleaved, device))
+    run(lambda: kernels.move_layers(True, sharing))
     k, v = cache.cpu().view(dtype).flatten(1, 2)
     close(k[[19, 3, 11, 4]], rope(raw[:4], shift, half, interleaved), dtype)
     assert torch.equal(k.view(integer)[[19, 3, 11], :, 2 * half :], raw.view(integer)[:3, :, 2 * half :])
@@ -132,13 +139,7 @@ def test_a_rotated_scatter_turns_k_and_leaves_v(
 def test_a_cache_of_raw_bytes_cannot_be_rotated(kernels: Kernels, device: torch.device) -> None:
     layer = PagedLayer("deep.0", torch.uint8, torch.zeros(2, 4, 1, 8, dtype=torch.uint8, device=device), None)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    table = torch.zeros(0, 4, device=device)
+    turn = Turn(*torch.zeros(2, 0, 4, device=device), none, False)
+    staging = torch.zeros(8, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=r"'deep\.0' is torch\.uint8.*only float"):
-        kernels.scatter_rotated(
-            layer,
-            torch.zeros(8, dtype=torch.uint8, device=device),
-            Rows(none, none, none),
-            table,
-            table,
-            False,
-        )
+        kernels.move_layers(True, Sharing([layer], staging, 0, Rows(none, none, none), turn))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lwkv.connectors import BufferConnector, Rope
 from lwkv.engine import CacheEngine
-from lwkv.kernels import Kernels, Rows, choose_kernels
+from lwkv.kernels import Kernels, Rows, Sharing, Turn, choose_kernels
 from lwkv.layout import KVSpec, PagedLayer, describe_layers
 from lwkv.platforms import Platform
 from lwkv.transfer import Transfer
@@ -59,13 +59,12 @@ def test_a_staging_row_out_of_range_is_left_out(
     cache, layer = make_layer(device)
     before = cache.clone()
     staging = torch.zeros(6 * layer.row_bytes, dtype=torch.uint8, device=device)
-    table = torch.ones(3, 4, device=device)
-    for scatter in (
-        lambda rows: best.scatter(layer, staging, rows),
-        lambda rows: best.scatter_rotated(layer, staging, rows, table, table, False),
-    ):
+    turn = Turn(*torch.ones(2, 1, 4, device=device), torch.zeros(3, dtype=torch.int64, device=device), False)
+    rows = rows_of(device, [2, 9, 5], [0, outside, 2], [3, 4, outside])
+    for how in (None, turn):
         cache.copy_(before)
-        run(lambda scatter=scatter: scatter(rows_of(device, [2, 9, 5], [0, outside, 2], [3, 4, outside])))
+        sharing = Sharing([layer], staging, 0, rows, how)
+        run(lambda sharing=sharing: best.move_layers(True, sharing))
         wanted = before.clone().flatten(1, 2)
         wanted[0, [2, 5]] = 0
         wanted[1, [2, 9]] = 0
