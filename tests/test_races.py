@@ -64,11 +64,11 @@ class Traffic:
         self.oracle.expect(tokens, slots)
         self.oracle.read(tokens, slots, LAYERS - 1)
 
-    def load_turned(self, tokens: list[int], slots: list[int], in_place: bool) -> None:
+    def load_turned(self, tokens: list[int], slots: list[int], in_place: bool, behind: Any = None) -> None:
         """Through the buffer or past it, with every key moved to another position."""
         hold = self.engine._storage.hold(self.engine._memo.keys(np.array(tokens), ()))
-        moved = Transfer(np.full(3, CHUNK), np.array(slots))
-        load = self.connector.begin_load(moved, shift=np.repeat([5, 0, -9], CHUNK), in_place=in_place)
+        moved, shift = Transfer(np.full(3, CHUNK), np.array(slots)), np.repeat([5, 0, -9], CHUNK)
+        load = self.connector.begin_load(moved, shift=shift, in_place=in_place, behind=behind)
         for layer in range(LAYERS):
             self.connector.load_layer(load, layer, hold.host_pages(layer))
             self.connector.wait_layer(load, layer)
@@ -197,6 +197,27 @@ def test_keys_turned_on_the_way_are_in_order(
     assert traffic.engine.flush()
     traffic.oracle.zero(THERE)
     traffic.load_turned(ONE, THERE, in_place)
+    races.synchronize_device(HOST)
+    assert ("nothing orders" in str(races.find())) is (removed is not None)
+
+
+@pytest.mark.parametrize("removed", [None, "_wait_behind"])
+def test_loads_come_behind_the_event_they_are_given(
+    races: Races, start: Callable[..., Traffic], removed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is queued after it, and touches other blocks, is not waited for."""
+    traffic = start(buffered=True, lookahead=0)
+    traffic.connector.set_rope(Rope((0.5,)))
+    monkeypatch.setattr(traffic.connector, "_wait_for_readers", lambda *_: pytest.fail("it waits for all"))
+    if removed is not None:
+        monkeypatch.setattr(traffic.connector, removed, lambda *_: None)
+    traffic.save(ONE, HERE)
+    assert traffic.engine.flush()
+    traffic.oracle.zero(THERE)
+    behind = races.new_event()
+    races.record(behind, races.current_stream(HOST))
+    traffic.oracle.compute(TWO, HERE)
+    traffic.load_turned(ONE, THERE, in_place=True, behind=behind)
     races.synchronize_device(HOST)
     assert ("nothing orders" in str(races.find())) is (removed is not None)
 

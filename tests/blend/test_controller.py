@@ -160,12 +160,15 @@ def test_decisions_and_tokens_are_counted(bench: Bench) -> None:
     assert stats["load_s"] > 0
 
 
-def test_where_loading_does_not_pay_a_prompt_is_computed_in_full(bench: Bench) -> None:
+def test_where_loading_does_not_pay_a_prompt_is_computed_in_full(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blender = bench.blender()
     bench.encode(blender)
     controller = blender._shares.controller
     assert controller is not None
     controller.compute_s, controller.load_s = 1e-9, 1.0
+    monkeypatch.setattr(bench.engine.connector, "begin_load", lambda *_: pytest.fail("a load begins"))
     tokens, request = prompt([2, 0, 1])
     (found,) = blender.prefill([request])
     assert (found.num_reused, found.num_computed) == (0, len(tokens))
