@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TypeAlias
 
 import numpy as np
 
@@ -13,8 +12,6 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import CheckedRequest, Chunking
 
 NUM_PROMPTS = 32
-
-Mark: TypeAlias = "tuple[int, tuple[str, ...], bytes, bytes]"
 
 
 class KeyMemo:
@@ -27,7 +24,7 @@ class KeyMemo:
     def __init__(self, namespace: str, chunking: Chunking) -> None:
         self._namespace = namespace
         self._chunking = chunking
-        self._recent: OrderedDict[Mark, tuple[Int64s, list[ChunkKey]]] = OrderedDict()
+        self._recent: OrderedDict[tuple[object, ...], tuple[Int64s, list[ChunkKey]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
@@ -64,6 +61,6 @@ class KeyMemo:
         return ids[: self._chunking.covered(len(ids))]
 
 
-def _mark(ids: Int64s, salts: tuple[str, ...]) -> Mark:
+def _mark(ids: Int64s, salts: tuple[str, ...]) -> tuple[object, ...]:
     """What prompts rarely have in common that are not the same."""
     return len(ids), salts, ids[:: max(1, len(ids) // 8)].tobytes(), ids[-8:].tobytes()

@@ -36,16 +36,15 @@ class LayerCopies:
     """
 
     def __init__(self, slabs: Slabs, pages: Int64s, sizes: Int64s, device_stride: int) -> None:
-        memory, bases, span, page_stride = slabs
         starts = np.ones(pages.shape, bool)
-        if page_stride == device_stride:
-            follows = (pages[:, 1:] - pages[:, :-1] == 1) & (pages[:, 1:] % span != 0)
+        if slabs.page_stride == device_stride:
+            follows = (pages[:, 1:] - pages[:, :-1] == 1) & (pages[:, 1:] % slabs.span != 0)
             starts[:, 1:] = ~(follows & (sizes[:-1] == device_stride))
         first = starts.ravel().nonzero()[0]
-        self._memory = memory
-        self._slab_of, inner = np.divmod(pages.ravel()[first], span)
-        self._offsets = inner * page_stride
-        self._addresses = bases[self._slab_of] + self._offsets
+        self._memory = slabs.memory
+        self._slab_of, inner = np.divmod(pages.ravel()[first], slabs.span)
+        self._offsets = inner * slabs.page_stride
+        self._addresses = slabs.bases[self._slab_of] + self._offsets
         self._on_device = first * device_stride
         self._layer_bytes = pages.shape[1] * device_stride
         self._sizes = np.add.reduceat(np.tile(sizes, len(pages)), first)
