@@ -104,7 +104,7 @@ class BufferConnector(PagedConnector):
         if pages is not None:
             self._fetch_first(load, pages)
         if behind is not None:
-            load.is_ordered = True
+            load.stream = self.platform.current_stream(self.device)  # which is not waited for any more
             self._wait_behind(load, behind)
         return load
 
@@ -196,7 +196,7 @@ class BufferConnector(PagedConnector):
     def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
         load = as_buffered(load)
         sharing = load.plan.sharing(targets, staging, load.arrival(part))
-        load.lane.move(self.kernels, sharing._replace(turn=load.turn_of(part)))
+        load.lane.move(sharing._replace(turn=load.turn_of(part)))
 
     def _empty(self, layer: PagedLayer, buffer: PagedLayer, plan: Plan, places: torch.Tensor) -> None:
         for part in plan.slices(layer):
