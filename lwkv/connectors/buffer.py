@@ -104,7 +104,7 @@ class BufferConnector(PagedConnector):
         if pages is not None:
             self._fetch_first(load, pages)
         if behind is not None:
-            load.is_ordered = True
+            load.stream = self.platform.current_stream(self.device)  # which is not waited for any more
             self._wait_behind(load, behind)
         return load
 
