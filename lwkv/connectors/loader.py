@@ -109,8 +109,8 @@ class Loader(Caches):
         event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
         self.platform.record(event, lane.kernels)
         for layer in layers:
-            recording = load.recordings.pop(layer, None) or self._record(lane, layer)
-            recording.end(lane.kernels)
+            if layer in load.recordings:
+                load.recordings.pop(layer).end(lane.kernels)
         load.not_waited_for = event
         load.arrived[layers.start : layers.stop] = [event] * len(layers)
 
@@ -139,7 +139,7 @@ class Loader(Caches):
         lane = load.lane
         for layer in layers:
             if layer not in load.recordings:
-                load.recordings[layer] = self._record(lane, layer)
+                load.recordings[layer] = self._timeline.span("load", layer, lane.copies)
         batch, buffer = load.plan.copy(layers, number, target, pages), lane.next_to_fill()
         self.platform.load_batch(buffer.memory, batch, lane.copies)
         # Marked here: by the time it is passed on, the copies of later layers may be queued behind it.
@@ -155,9 +155,6 @@ class Loader(Caches):
         """
         most = min(load.plan.together, 1 + layer // 2, (self.num_layers - layer + 1) // 3)
         return range(layer, layer + max(1, most))
-
-    def _record(self, lane: Lane, layer: int) -> Recording:
-        return self._timeline.span("load", layer, lane.copies)
 
     def _let_wait(self, stream: Stream, event: Event) -> None:
         self.platform.wait_event(stream, event)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,7 @@ def page_shape(layer: PagedLayer, chunk_size: int) -> PageShape:
     return PageShape(layer.parts, chunk_size // layer.tokens_per_row, layer.tokens_per_row)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """The rows that are moved of the chunks of one staging buffer.
 
     These are rows [first_row, last_row) of all that the transfer moves.
@@ -54,7 +53,9 @@ class Cut:
         self.chunks_per_slice = chunks_per_slice
         forms = {(page_shape(layer, chunk_size), layer.row_bytes) for layer in layers}
         self.shape = next(iter(forms))[0] if len(forms) == 1 else None
-        self.full_rows = {shape: _full_rows(shape, chunks_per_slice, layers[0].device) for shape, _ in forms}
+        full = Transfer(np.full(chunks_per_slice, chunk_size), np.arange(chunks_per_slice * chunk_size))
+        rows = {shape: torch.from_numpy(full.rows(shape, chunks_per_slice)[0][1:]) for shape, _ in forms}
+        self.full_rows = {shape: numbers.to(layers[0].device) for shape, numbers in rows.items()}
         whole = layers[0].page_bytes(chunk_size) % ALIGNMENT == 0
         self.may_share = whole and len({layer.form for layer in layers}) == 1
 
@@ -140,10 +141,3 @@ class Plan:
         numbers, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice)
         on_device = self.uploads.send(torch.from_numpy(numbers))
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
-
-
-def _full_rows(shape: PageShape, num_chunks: int, device: torch.device) -> torch.Tensor:
-    """Make them for so many chunks; returns when they are on the device."""
-    starts = np.arange(num_chunks)[:, None] * (shape.parts * shape.rows)
-    k_rows = (starts + np.arange(shape.rows)).reshape(-1)
-    return torch.from_numpy(np.stack([k_rows, k_rows + shape.rows])).to(device)
