@@ -148,22 +148,17 @@ class WatchedKernels(TorchKernels):
     def __init__(self, races: Races) -> None:
         self._races = races
 
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn | None = None) -> None:
         staged, cached = self._spans(layer, staging, rows)
-        self._races.note(reads=[*staged, *_tables(rows)], writes=cached)
-        super().scatter(layer, staging, rows)
+        turns = [table for table in (turn or ())[:3] if table.numel()]
+        self._races.keep(*turns)
+        self._races.note(reads=[*staged, *_tables(rows), *map(tensor_span, turns)], writes=cached)
+        super().scatter(layer, staging, rows, turn)
 
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         staged, cached = self._spans(layer, staging, rows)
         self._races.note(reads=[*cached, *_tables(rows)], writes=staged)
         super().gather(layer, staging, rows)
-
-    def _scatter_turned(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn) -> None:
-        staged, cached = self._spans(layer, staging, rows)
-        turns = [table for table in turn[:3] if table.numel()]
-        self._races.keep(*turns)
-        self._races.note(reads=[*staged, *_tables(rows), *map(tensor_span, turns)], writes=cached)
-        super()._scatter_turned(layer, staging, rows, turn)
 
     def _spans(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> tuple[Spans, Spans]:
         self._races.keep(layer.k, layer.v, staging)

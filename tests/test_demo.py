@@ -142,8 +142,8 @@ def test_loads_that_change_a_layer_are_told_and_end_with_1(
     kernels = type(choose_kernels(platform))
     scatter = kernels.scatter
 
-    def corrupting(self: Any, layer: Any, staging: torch.Tensor, rows: Any) -> None:
-        scatter(self, layer, staging, rows)
+    def corrupting(self: Any, layer: Any, *arguments: Any) -> None:
+        scatter(self, layer, *arguments)
         layer.k.zero_()
 
     monkeypatch.setattr(kernels, "scatter", corrupting)

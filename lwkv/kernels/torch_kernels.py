@@ -26,9 +26,14 @@ class TorchKernels:
     takes_handles = False
 
     @torch.inference_mode()
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        for cache, place, staged, numbers in _parts(layer, staging, rows):
-            cache[place] = staged.index_select(0, numbers)
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn | None = None) -> None:
+        if turn is not None:
+            check_rotatable(layer)
+        for part, (cache, place, staged, numbers) in enumerate(_parts(layer, staging, rows)):
+            words = staged.index_select(0, numbers)
+            if turn is not None and part == 0:
+                rotate(words.view(layer.dtype), turn)
+            cache[place] = words
 
     @torch.inference_mode()
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
@@ -39,23 +44,11 @@ class TorchKernels:
         pass
 
     def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
-        rows, turn = sharing.rows, sharing.turn
         for layer, staging in sharing.parts():
-            if turn is not None:
-                self._scatter_turned(layer, staging, rows, turn)
-            elif scatter:
-                self.scatter(layer, staging, rows)
+            if scatter:
+                self.scatter(layer, staging, sharing.rows, sharing.turn)
             else:
-                self.gather(layer, staging, rows)
-
-    @torch.inference_mode()
-    def _scatter_turned(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn) -> None:
-        check_rotatable(layer)
-        for part, (cache, place, staged, numbers) in enumerate(_parts(layer, staging, rows)):
-            words = staged.index_select(0, numbers)
-            if part == 0:
-                rotate(words.view(layer.dtype), turn)
-            cache[place] = words
+                self.gather(layer, staging, sharing.rows)
 
 
 def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> Iterator[Part]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lwkv.config import Config
 from lwkv.connectors import paged
 from lwkv.engine import CacheEngine
-from lwkv.kernels import Rows, TorchKernels
+from lwkv.kernels import Rows, TorchKernels, Turn
 from lwkv.paged_layer import PagedLayer
 from lwkv.platforms import Platform
 
@@ -51,9 +51,9 @@ class NotedKernels(TorchKernels):
     def __init__(self) -> None:
         self.launched: list[tuple[tuple[object, ...], int]] = []
 
-    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
+    def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn | None = None) -> None:
         self._note("scatter", layer, rows)
-        super().scatter(layer, staging, rows)
+        super().scatter(layer, staging, rows, turn)
 
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         self._note("gather", layer, rows)
