@@ -167,7 +167,7 @@ def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
             for name in ("leave_load", "leave_save"):
                 monkeypatch.setattr(connector, name, refuse(RuntimeError))
         elif place == "table":
-            monkeypatch.setattr(Uploads, "send_table", refuse(torch.OutOfMemoryError))
+            monkeypatch.setattr(Uploads, "send", take_table_and_fail)
         elif place == "pinned table":
             monkeypatch.setattr(Uploads, "new_table", refuse(MemoryError))
         elif place == "second layer":
@@ -177,6 +177,11 @@ def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
             layer = int(place.split()[-1])
             monkeypatch.setattr(connector, "wait_layer", refuse_layer(connector.wait_layer, layer))
         yield
+
+
+def take_table_and_fail(uploads: Uploads, values: torch.Tensor) -> None:
+    uploads.new_table(values.nbytes)
+    raise torch.OutOfMemoryError("no memory left, says the test")
 
 
 def refuse_layer(call: Callable[[Any, int], None], refused: int) -> Callable[[Any, int], None]:

@@ -28,6 +28,8 @@ class Caches:
     Attributes:
         layers: those that are moved, `num_layers` on one `device`; one whose KV another has too is left out.
         num_slots: slots that every layer has.
+        page_bytes: bytes of the largest layer's page.
+        tokens_per_row: tokens that can only be moved together: 1, or a block where blocks are opaque.
         layer_of: the index in `layers` of every entry that was registered, by its name and by its position.
     """
 
@@ -45,22 +47,13 @@ class Caches:
         kinds = [_page_kind(layer) for layer in self.layers]
         return ",".join(f"{kind}*{len(list(same))}" for kind, same in groupby(kinds))
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of the largest layer's page."""
-        return max(layer.page_bytes(self._config.chunk_size) for layer in self.layers)
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Tokens that can only be moved together: 1, or a block where blocks are opaque."""
-        return max(layer.tokens_per_row for layer in self.layers)
-
     def register(self, kvcaches: Registration) -> None:
         """Describe what the engine registers; the same again is fine, and the very same tensors cost little.
 
         Raises:
             LayoutError: as `describe`; other memory than before, or the same seen in another way;
                 tensors of another device type.
+            ConfigError: opaque blocks that do not divide a chunk.
         """
         tensors = _tensors(kvcaches)
         if tensors and [*map(id, tensors)] == [*map(id, self._seen)]:
@@ -75,6 +68,8 @@ class Caches:
             raise LayoutError("other KV caches were registered before: make an engine for each set of caches")
         if not self.layers:
             self._check_layers(layers)
+            self.page_bytes = max(layer.page_bytes(self._config.chunk_size) for layer in layers)
+            self.tokens_per_row = max(layer.tokens_per_row for layer in layers)
             self.layers, self.layer_of = layers, number_layers(kvcaches)
             self.num_layers, self.device = len(layers), layers[0].device
             self.num_slots = min(layer.num_rows * layer.tokens_per_row for layer in layers)

@@ -44,20 +44,16 @@ class Uploads:
         table = self.new_table(size)
         # By numpy: torch takes twice as long.
         table.pinned.numpy()[:size].view(array.dtype).reshape(array.shape)[...] = array
-        self.send_table(table)
+        self._platform.load_batch(table.on_device, table.copy, self._stream)
         return table.on_device[:size].view(values.dtype).view(values.shape)
 
     def new_table(self, nbytes: int) -> Table:
-        """A table of at least `nbytes` bytes, to be filled and sent."""
+        """A table of at least `nbytes` bytes."""
         size = 1 << max(nbytes - 1, 1).bit_length()
         spare = self._spare.setdefault(size, [])
         table = spare.pop() if spare else self._make(size)
         self._taken.append(table)
         return table
-
-    def send_table(self, table: Table) -> None:
-        """Queue the copy of a table, whose page-locked side may not change any more."""
-        self._platform.load_batch(table.on_device, table.copy, self._stream)
 
     def give_back(self) -> None:
         """Let others use the tables."""
