@@ -64,8 +64,6 @@ class Caches:
                 f"layer {layers[0].name!r} is on {layers[0].device}, the platform is {self.platform.name!r}: "
                 "leave the platform to be detected, or name the one that the caches are on"
             )
-        if self.layers and [*map(_places, layers)] != [*map(_places, self.layers)]:
-            raise LayoutError("other KV caches were registered before: make an engine for each set of caches")
         if not self.layers:
             self._check_layers(layers)
             self.page_bytes = max(layer.page_bytes(self._config.chunk_size) for layer in layers)
@@ -73,6 +71,8 @@ class Caches:
             self.layers, self.layer_of = layers, number_layers(kvcaches)
             self.num_layers, self.device = len(layers), layers[0].device
             self.num_slots = min(layer.num_rows * layer.tokens_per_row for layer in layers)
+        elif [*map(_places, layers)] != [*map(_places, self.layers)]:
+            raise LayoutError("other KV caches were registered before: make an engine for each set of caches")
         # The tensors, not what holds them: that may be filled anew.
         self._seen = tensors
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 from lwkv.paged_layer import PagedLayer
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Which rows one scatter or gather moves: three int64 tensors, (T,), on the layer's device.
 
     `slots[i]` is a row of the paged cache, `block * block_size + offset` (opaque: the block), and
@@ -24,10 +22,6 @@ class Rows:
     slots: Tensor
     k_rows: Tensor
     v_rows: Tensor
-
-    def addresses(self) -> tuple[int, int, int]:
-        """Where the three begin, for native calls."""
-        return self.slots.data_ptr(), self.k_rows.data_ptr(), self.v_rows.data_ptr()
 
 
 class Turn(NamedTuple):

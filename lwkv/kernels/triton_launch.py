@@ -53,15 +53,16 @@ class Launch:
         count = rows.slots.shape[0]
         grid = -(-count // self._down), -(-self._across // self._columns), len(layers)
         numbers = (count, self._num_rows, *sizes, *self._constants)
+        tensors = (staging, *rows, *tables)
         if self._run is None or self._run is self._kernel:
-            pointers = (*self._views, staging, rows.slots, rows.k_rows, rows.v_rows, *tables)
+            pointers = (*self._views, *tensors)
             if self._form not in self._compiled:
                 self._compiled[self._form] = compiled_kernel(self._kernel, (*pointers, *numbers))
             self._run = self._compiled[self._form]
             if self._run is self._kernel:
                 self._run[grid](*pointers, *numbers)
                 return
-        addresses = (*self._addresses, staging.data_ptr(), *rows.addresses(), *(t.data_ptr() for t in tables))
+        addresses = (*self._addresses, *map(Tensor.data_ptr, tensors))
         self._run[grid](*addresses, *numbers, stream=handle)
 
 

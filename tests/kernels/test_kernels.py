@@ -129,7 +129,7 @@ def test_any_cache_moves_to_pages_and_into_other_slots_exactly(
         wanted.cache[target // tokens, :, target % tokens] = row
     run(
         lambda: kernels.scatter(
-            on_device.layer, staging, replace(rows, slots=torch.tensor(targets).to(device))
+            on_device.layer, staging, rows._replace(slots=torch.tensor(targets).to(device))
         )
     )
     assert torch.equal(on_device.memory.cpu(), wanted.memory)
@@ -162,7 +162,7 @@ def test_opaque_blocks_move_whole(kernels: Kernels, run: Callable, device: torch
     rows = on(make_rows([4, 0, 2], 3, 1), device)
     run(lambda: kernels.gather(layer, staging, rows))
     assert torch.equal(staging.cpu(), expected_staging(paged, [4, 0, 2], 3))
-    run(lambda: kernels.scatter(layer, staging, replace(rows, slots=rows.slots.flip(0))))
+    run(lambda: kernels.scatter(layer, staging, rows._replace(slots=rows.slots.flip(0))))
     assert torch.equal(on_device.cache[[2, 0, 4]].cpu(), paged.cache[[4, 0, 2]])
 
 
@@ -195,7 +195,7 @@ def test_neighbouring_layers_move_together_as_one_by_one(
         packed = expected_staging(one, slots, 2)
         assert torch.equal(staged[: packed.numel()], packed)
         assert staged[packed.numel() :].eq(PADDING).all()
-    turned = replace(rows, slots=rows.slots.flip(0))
+    turned = rows._replace(slots=rows.slots.flip(0))
     run(lambda: kernels.move_layers(True, Sharing(layers[first:last], staging, step, turned)))
     for number, (one, before) in enumerate(zip(paged, made, strict=True)):
         wanted = replace(before, memory=before.memory.clone())
