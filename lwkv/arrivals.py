@@ -30,9 +30,8 @@ class Arrivals:
         self._futures: list[list[Future[LayerPages]]] = []
         self._deadlines: list[float] = []
         known = [pages for hold in holds if (pages := hold.all_pages()) is not None]
-        none = np.zeros((engine.connector.num_layers, 0), np.int64)
-        all_known = len(known) == len(holds)
-        self.known: Int64s | None = np.concatenate([none, *known], axis=1) if all_known else None
+        all_known = 0 < len(known) == len(holds)
+        self.known: Int64s | None = np.concatenate(known, axis=1) if all_known else None
 
     def ask_up_to(self, layer: int) -> None:
         """Ask the tiers for all layers up to this one that they were not asked for yet; never blocks."""
