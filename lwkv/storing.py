@@ -35,7 +35,6 @@ class BatchStoring:
         self._sync = sync
         self._write: Write | None = None
         self._save: Save | None = None
-        self._committed = False
 
     def open(self) -> None:
         """Take pages for the new chunks of all requests, in all layers: for the first of them that fit."""
@@ -60,19 +59,20 @@ class BatchStoring:
         """Make the chunks visible once their bytes have arrived."""
         if self._save is not None:
             self._try(self._connector.finish_save, self._save)
-        self._committed = True
-        self.close()
+        self._close(committed=True)
 
     def close(self) -> None:
         """Give up what was not committed once nothing is in flight; as for a retrieval."""
-        write, save = self._write, self._save
+        self._close(committed=False)
+
+    def _close(self, committed: bool) -> None:
+        write, save, failure = self._write, self._save, None
         self._write = self._save = None
         if write is None:
             return
-        if not self._committed:
+        if not committed:
             # The next store of these chunks need not wait for the end of this one.
             write.give_up()
-        failure, committed = None, self._committed
         try:
             if save is not None:
                 self._connector.leave_save(save)
@@ -83,9 +83,6 @@ class BatchStoring:
 
     def _end(self, write: Write, save: Save | None, committed: bool, failure: BaseException | None) -> None:
         """End the write and give the tables back once the device is past them.
-
-        Whether it was committed is said by who closed it: a store that was given up may be told to commit
-        before this runs.
 
         Raises what fails on the device. Where that is the wait for its end, it may still write to the pages:
         nobody else gets them.
