@@ -154,8 +154,11 @@ def _are_repeated(slots: Int64s, num_slots: int) -> bool:
         slots = slots[slots != NO_SLOT]
     if not len(slots):
         return False
-    ends = (slots[1:] - slots[:-1] != 1).nonzero()[0]
-    first, last = np.append(slots[0], slots[ends + 1]), np.append(slots[ends], slots[-1])
+    steps = np.zeros(len(slots), np.int64)
+    np.subtract(slots[1:], slots[:-1], out=steps[1:])
+    starts = (steps != 1).nonzero()[0]
+    # The slot before a run's first ends the run before; before the very first stands the very last.
+    first, last = slots[starts], slots[starts - 1]
     first.sort()
     last.sort()
     for extreme in (int(first[0]), int(first[-1]), int(last[-1])):
