@@ -66,6 +66,19 @@ def look_alikes(seed: int, num_documents: int = 5, num_fillers: int = 4) -> Task
     return _asked_for(name, codes[name], documents)
 
 
+def cut_facts(seed: int, num_documents: int = 5, num_fillers: int = 4) -> Task:
+    """A text cut between names and their codes: only the documents' order says which belong together."""
+    draw = Random(f"cut facts {seed}")
+    codes = {name: _code(draw) for name in draw.sample(_NAMES, num_documents - 1)}
+    fillers = _Fillers(draw)
+    documents = [fillers.document(draw, (), num_fillers) for _ in range(num_documents)]
+    for number, (name, code) in enumerate(codes.items()):
+        documents[number] += f" The code of the {name}"
+        documents[number + 1] = f"is {code}. {documents[number + 1]}"
+    name = draw.choice(list(codes))
+    return _asked_for(name, codes[name], documents)
+
+
 def _code(draw: Random) -> str:
     return str(draw.randrange(10_000, 100_000))
 

@@ -9,7 +9,7 @@ import pytest
 from demo_model import write_model
 
 from lwkv.benchmarks.blend_quality import KINDS, difference, main, ways
-from lwkv.benchmarks.blend_tasks import look_alikes, needle, two_hops
+from lwkv.benchmarks.blend_tasks import cut_facts, look_alikes, needle, two_hops
 from lwkv.reference import read_document
 
 
@@ -32,7 +32,7 @@ def test_it_tells_every_way_of_every_kind_and_keeps_all_figures(
 
 
 def test_the_same_seed_makes_the_same_task_and_its_answer_stands_in_one_document() -> None:
-    for make in (needle, look_alikes, two_hops):
+    for make in (needle, look_alikes, two_hops, cut_facts):
         tasks = [make(seed) for seed in range(20)]
         assert [make(seed) for seed in range(20)] == tasks
         assert len({task.question for task in tasks}) > 10

@@ -13,7 +13,7 @@ import torch
 from demo_model import needs_smollm2
 
 from lwkv.benchmarks.blend_quality import Way, measure
-from lwkv.benchmarks.blend_tasks import needle, two_hops
+from lwkv.benchmarks.blend_tasks import cut_facts, needle, two_hops
 from lwkv.blend import Deviation, NoTokens, QueryAttention, RandomTokens
 from lwkv.demo.blend_trial import Behind, Task, Trial
 from lwkv.reference import load_smollm2
@@ -21,6 +21,7 @@ from lwkv.reference import load_smollm2
 pytestmark = needs_smollm2
 NEEDLES = range(4)
 HOPS = range(4)
+CUTS = range(4)
 NUM_LAYERS = 30
 
 REUSE = Way("reuse", NoTokens, 0.0, Behind.NOTHING)
@@ -29,7 +30,9 @@ UNMOVED = Way("unmoved", NoTokens, 0.0, Behind.NOTHING, moved=False)
 RANDOM = Way("random", RandomTokens, 0.15, Behind.NOTHING)
 LITTLE = Way("15 %", Deviation, 0.15, Behind.NOTHING)
 MORE = Way("30 %", Deviation, 0.3, Behind.NOTHING)
+LITTLE_UNMOVED = Way("15 %, unmoved", Deviation, 0.15, Behind.NOTHING, moved=False)
 QUERY = Way("query", lambda: QueryAttention.of(NUM_LAYERS), 0.15, Behind.NOTHING)
+QUERY_UNMOVED = Way("query, unmoved", QUERY.make, 0.15, Behind.NOTHING, moved=False)
 
 Figures = dict[str, float]
 
@@ -51,12 +54,18 @@ def figures(trial: Trial, tasks: Sequence[Task], *ways: Way) -> Figures:
 
 @pytest.fixture(scope="module")
 def needles(trial: Trial) -> Figures:
-    return figures(trial, [needle(seed) for seed in NEEDLES], REUSE, SHARED, RANDOM, LITTLE, MORE, QUERY)
+    ways = (REUSE, SHARED, RANDOM, LITTLE, MORE, QUERY, QUERY_UNMOVED)
+    return figures(trial, [needle(seed) for seed in NEEDLES], *ways)
 
 
 @pytest.fixture(scope="module")
 def hops(trial: Trial) -> Figures:
     return figures(trial, [two_hops(seed) for seed in HOPS], REUSE, UNMOVED, RANDOM, LITTLE, QUERY)
+
+
+@pytest.fixture(scope="module")
+def cuts(trial: Trial) -> Figures:
+    return figures(trial, [cut_facts(seed) for seed in CUTS], LITTLE, LITTLE_UNMOVED)
 
 
 def test_the_more_is_computed_the_nearer_it_comes(needles: Figures) -> None:
@@ -87,3 +96,8 @@ def test_what_the_question_looks_at_is_a_better_choice_than_what_has_changed(
 
 def test_keys_that_are_not_moved_are_worse(hops: Figures) -> None:
     assert hops["reuse"] < hops["unmoved"]
+
+
+def test_tokens_that_are_computed_again_need_moved_keys(needles: Figures, cuts: Figures) -> None:
+    assert 1.5 * needles["query"] <= needles["query, unmoved"]
+    assert 1.5 * cuts["15 %"] <= cuts["15 %, unmoved"]
