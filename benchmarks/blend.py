@@ -18,6 +18,7 @@ from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import check_blend
 from lwkv.blend.rows import Layout
 from lwkv.config import Config
+from lwkv.pipeline import retrieve_steps
 from lwkv.pool import PAGE_ALIGNMENT
 from lwkv.reference import (
     ModelShape,
@@ -156,7 +157,7 @@ class Desk:
         """Load all documents to where the prompt has them."""
         prompt = check_blend(self.request, self.engine.connector.num_slots)
         loads = [blender.segments.segment_load(prompt, segment, 0) for segment in prompt.segments]
-        for _ in blender.segments.retrieve(loads):
+        for _ in retrieve_steps(blender.segments.retrieval(loads), True, list):
             pass
 
     def recompute(self, blender: Blender, share: float) -> None:

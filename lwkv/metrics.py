@@ -8,7 +8,6 @@ from operator import itemgetter
 
 from lwkv.storage.meter import BOUNDS_US
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _HELD = ("chunks", "pins", "writes_in_flight", "pages", "pages_in_use", "page_references")
 _GAUGES = frozenset((*_HELD, "used_bytes", "files", "resting"))
 

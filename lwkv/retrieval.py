@@ -67,16 +67,17 @@ class BatchRetrieval:
         self._closed = False
 
     def hold(self) -> list[int]:
-        """Look up and pin, once; return for each request how many tokens are to be loaded."""
+        """Look up, pin and ask the tiers, once; return for each request how many tokens are to be loaded."""
         if self._moved is None:
-            self._moved = []
             for request in self._requests:
                 self._parts.append(self._hold(request))
-                self._moved.append(int((self._parts[-1].transfer.slots != NO_SLOT).sum()))
             if self._holds_any():
                 self._engine.completions.expect(self)
             self._arrivals = Arrivals(self._engine, [part.hold for part in self._parts])
             self._alive = np.ones(sum(len(part.hold.found) for part in self._parts), bool)
+            self._moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
+            if any(self._moved):
+                self._arrivals.ask_up_to(self._config.prefetch_layers)
         return self._moved
 
     def open(self) -> list[int]:
@@ -85,7 +86,6 @@ class BatchRetrieval:
         if any(moved):
             transfers = [part.transfer for part in self._parts]
             self._load = self._try(self._begin_load, transfers, self._arrivals.known)
-            self._arrivals.ask_up_to(self._config.prefetch_layers)
         asked = sum(len(request.ids) - request.first for request in self._requests)
         self._engine.counters.add("tokens_asked", asked)
         return moved

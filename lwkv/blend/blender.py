@@ -25,7 +25,6 @@ from lwkv.blend.shares import Shares, timed
 from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
-from lwkv.platforms import Event
 from lwkv.retrieval import BatchRetrieval
 from lwkv.token_ids import TokenIds, as_token_ids
 
@@ -156,14 +155,13 @@ class Blender:
         prefixes = [self.segments.prefix_load(prompt) for prompt in prompts]
         head = self._head_start(prompts, prefixes)
         loads = [self._loads(*part) for part in zip(prompts, prefixes, strict=True)]
-        behind = head and head.behind
         for _ in range(MOST_TRIES):
-            blended, failed = self._try(prompts, loads, head, behind)
+            blended, failed = self._try(prompts, loads, head)
             if not failed:
                 break
             self._counters.add("blend_retries")
             loads = [[load for load in part if load not in failed] for part in loads]
-            behind = None  # the pass before has used the blocks
+            head = None  # the pass has used it, and has used the blocks
         else:
             blended, _ = self._try(prompts, [[] for _ in prompts], head)
         self._count(blended)
@@ -185,8 +183,9 @@ class Blender:
         self, prompts: Sequence[CheckedBlend], prefixes: Sequence[SegmentLoad | None]
     ) -> HeadStart | None:
         """Compute the first layer ahead, where all rows of it are computed whatever is found of segments."""
-        known = any(prompt.num_local or prefix for prompt, prefix in zip(prompts, prefixes, strict=True))
-        if known or not self._full_layers or not self._least_share:
+        known = any(prompt.num_local for prompt in prompts) or any(prefixes)
+        exact = any(self.segments.is_exact(segment) for prompt in prompts for segment in prompt.segments)
+        if known or exact or not self._full_layers or not self._least_share:
             return None
         platform = self._connector.platform
         behind = platform.new_event()
@@ -198,14 +197,10 @@ class Blender:
         prompts: Sequence[CheckedBlend],
         loads: Sequence[Sequence[SegmentLoad]],
         head: HeadStart | None,
-        behind: Event | None = None,
     ) -> tuple[list[Blended], list[SegmentLoad]]:
-        """One pass; what it gives may only be used where none of `loads` failed.
-
-        Loads come behind the event, or else behind what the current stream holds.
-        """
+        """One pass; what it gives may only be used where none of `loads` failed."""
         asked = [load for part in loads for load in part]
-        with closing(self.segments.retrieval(asked, behind)) as retrieval:
+        with closing(self.segments.retrieval(asked, head and head.behind)) as retrieval:
             counts = iter(retrieval.hold())
             layouts = [
                 lay_out(prompt, part, [next(counts) for _ in part])
@@ -213,11 +208,12 @@ class Blender:
             ]
             work = self._work(layouts)
             decision = self._shares.choose(work) if work.reused else Decision(0.0, Reason.FIXED)
-            if decision.reason is not Reason.PREFILL:
+            # What is exact is loaded in any case, also behind something that is not there any more.
+            if decision.reason is not Reason.PREFILL or all(load.is_exact for load in asked):
                 computation = BlendPass(self.model, self._rows, layouts, self.selector, decision.share, head)
                 blended, arrived = self._pass(computation, layouts, work, decision, retrieval)
                 return blended, [load for load, ok in zip(asked, arrived, strict=True) if not ok]
-        return self._try(prompts, [[load for load in part if load.is_exact] for part in loads], head, behind)
+        return self._try(prompts, [[load for load in part if load.is_exact] for part in loads], head)
 
     def _pass(
         self,
@@ -292,8 +288,8 @@ class Blender:
         """What to ask the tiers for: the prefix, then what is left of the segments behind it."""
         known = prompt.num_local if prefix is None else prefix.num_tokens
         left = [part for part in prompt.segments if part.end > known and len(prompt) >= self._min_tokens]
-        behind = [self.segments.segment_load(prompt, part, known) for part in left]
-        return behind if prefix is None else [prefix, *behind]
+        rest = [self.segments.segment_load(prompt, part, known) for part in left]
+        return rest if prefix is None else [prefix, *rest]
 
 
 def _require_layers(selector: Selector, num_layers: int) -> None:

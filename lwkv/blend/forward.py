@@ -52,8 +52,8 @@ class BlendPass:
     Rows that are computed replace what was loaded of them, in every layer up to the one where they are left
     out. Each sees the keys up to its own position: those of rows that are left out as they were loaded.
 
-    Its tables are on the device, or on their way there, once it is made: make it before the loads begin,
-    whose copies are large.
+    Its tables are on their way to the device once it is made: make it before the loads begin, whose copies
+    are large.
 
     Args:
         share: of each prompt's reused tokens, the part to compute again.
@@ -83,7 +83,7 @@ class BlendPass:
         self._head = head if self._computes_all() else None
         if self._head is None:
             slots = np.concatenate([layout.prompt.slots for layout in layouts])
-            self._all = cache.at(torch.from_numpy(slots).to(self._device))
+            self._all = cache.at(cache.send(slots))
             self._first = self._first_rows()
         else:
             self._all, self._first = self._head.at, self._head.rows.marked(layouts)
@@ -144,7 +144,7 @@ class BlendPass:
         return self._rows([layout.candidates for layout in self._layouts])
 
     def _rows(self, chosen: Sequence[Int64s]) -> Rows:
-        return Rows.of(self._layouts, chosen, self._device)
+        return Rows.of(self._layouts, chosen, self._cache.send)
 
     def _prepare(self, rows: Rows) -> tuple[CacheRows, Any]:
         return self._cache.at(rows.slots), self._model.angles(rows.positions, self._num_positions)

@@ -47,7 +47,7 @@ def head_start(
     """Queue it on the current stream."""
     none = np.zeros(0, np.int64)
     layouts = [Layout(prompt, 0, np.zeros(len(prompt), bool)) for prompt in prompts]
-    rows = Rows.of(layouts, [none] * len(prompts), model.device)
+    rows = Rows.of(layouts, [none] * len(prompts), cache.send)
     hidden = model.embed(rows.tokens)
     angles = model.angles(rows.positions, max(map(len, prompts)))
     q, k, v = model.project(0, hidden, angles)

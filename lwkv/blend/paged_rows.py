@@ -9,6 +9,7 @@ from lwkv.blend.attention import choose_attend
 from lwkv.connectors.buffer import BufferConnector
 from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
+from lwkv.platforms import Int64s
 
 
 class PagedRows:
@@ -20,9 +21,17 @@ class PagedRows:
 
     def __init__(self, connector: BufferConnector) -> None:
         self._layers = connector.layers
-        self._kernels = connector.kernels
+        self._kernels, self._platform = connector.kernels, connector.platform
         self.attend = choose_attend(connector.platform)
         self._numbers = torch.zeros(0, dtype=torch.int64, device=connector.device)
+
+    def send(self, numbers: Int64s) -> Tensor:
+        """Queue the copy of a table, not empty, to the device on the current stream, without any waiting."""
+        # In powers of two the platform takes it from torch, which keeps it until the copy is done.
+        table = self._platform.alloc_pinned(1 << max(numbers.nbytes - 1, 1).bit_length())
+        pinned = table[: numbers.nbytes].view(torch.int64).view(numbers.shape)
+        pinned.copy_(torch.from_numpy(numbers))
+        return pinned.to(self._numbers.device, non_blocking=True)
 
     def at(self, slots: Tensor) -> Rows:
         """Prepare to move the rows of `slots`, int64 (rows,), on the device; all different."""

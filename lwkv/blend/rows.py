@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,8 +76,14 @@ class Rows:
     bounds: tuple[int, ...]
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout], chosen: Sequence[Int64s], device: torch.device) -> Rows:
-        """The rows that are always computed, and of each prompt the reused ones at positions `chosen`."""
+    def of(
+        cls, layouts: Sequence[Layout], chosen: Sequence[Int64s], send: Callable[[Int64s], Tensor]
+    ) -> Rows:
+        """The rows that are always computed, and of each prompt the reused ones at positions `chosen`.
+
+        Args:
+            send: brings a table to the device.
+        """
         picked = [layout.with_always(extra) for layout, extra in zip(layouts, chosen, strict=True)]
         pairs = list(zip(layouts, picked, strict=True))
         numbers = np.concatenate(
@@ -87,7 +93,7 @@ class Rows:
             ],
             axis=1,
         )
-        tokens, positions, slots, always = torch.from_numpy(numbers).to(device).unbind()
+        tokens, positions, slots, always = send(numbers).unbind()
         bounds = np.append(0, np.cumsum([len(at) for at in picked])).tolist()
         return cls(tokens, positions, slots, always.bool(), tuple(bounds))
 
@@ -95,10 +101,7 @@ class Rows:
         return self.bounds[-1]
 
     def marked(self, layouts: Sequence[Layout]) -> Rows:
-        """The same, which are all rows of all prompts, with the reused ones not `always` computed.
-
-        Nothing is copied to the device: that would wait for what is queued there.
-        """
+        """The same, which are all rows of all prompts, with the reused ones not `always` computed."""
         always = torch.ones_like(self.always)
         for layout, start in zip(layouts, self.bounds, strict=False):
             for first, last in layout.runs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.keys import ChunkKey, chunk_keys
-from lwkv.pipeline import retrieve_steps, store_steps
+from lwkv.pipeline import store_steps
 from lwkv.platforms import Event
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import Request, check_stores
@@ -71,12 +70,12 @@ class SegmentCache:
         self.connector: BufferConnector = engine.connector
         self.shared_prefix = shared_prefix_ids(shared_prefix)
         self._namespace = f"{engine.namespace}-{NAMESPACE}"
-        self._behind = ",".join(map(str, self.shared_prefix))
+        self._prefix_salt = ",".join(map(str, self.shared_prefix))
         self._chunking = Chunking(engine.config.chunk_size, partial=True)
 
     def keys(self, tokens: TokenIds, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The keys of a segment's chunks, the last of which may be smaller."""
-        salts = (self._behind, *salts)
+        salts = (self._prefix_salt, *salts)
         return chunk_keys(tokens, self._chunking.chunk_size, self._namespace, salts, partial=True)
 
     def num_cached(self, tokens: Int64s, salts: Sequence[str] = ()) -> int:
@@ -106,9 +105,12 @@ class SegmentCache:
         local = min(max(first - segment.start, 0), len(tokens))
         request = _part(prompt, tokens, slots, local, self._chunking)
         shift = segment.start - len(self.shared_prefix)
-        # Nothing stands before it here, and nothing did when it was computed.
-        is_exact = segment.start == 0 and not self.shared_prefix
-        return SegmentLoad(request, self.keys(tokens, prompt.salts), segment.start, shift, is_exact)
+        keys = self.keys(tokens, prompt.salts)
+        return SegmentLoad(request, keys, segment.start, shift, self.is_exact(segment))
+
+    def is_exact(self, segment: Segment) -> bool:
+        """Whether nothing stands before it, and nothing did when it was computed."""
+        return segment.start == 0 and not self.shared_prefix
 
     def retrieval(self, loads: Sequence[SegmentLoad], behind: Event | None = None) -> BatchRetrieval:
         """What loads them, for `lwkv.pipeline.retrieve_steps`; the caller closes it.
@@ -128,10 +130,6 @@ class SegmentCache:
             )
 
         return BatchRetrieval([load.request for load in loads], parts, begin_load)
-
-    def retrieve(self, loads: Sequence[SegmentLoad]) -> Generator[Any, None, None]:
-        """Load them in num_layers + 2 steps; as `CacheEngine.retrieve_batch`."""
-        return retrieve_steps(self.retrieval(loads), True, list)
 
     def store(
         self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()

@@ -39,11 +39,8 @@ class BufferConnector(PagedConnector):
         return self._config.lookahead_layers + 2
 
     def layers_ahead(self, load: Load, layer: int, known: bool) -> int:
-        if as_buffered(load).in_place:
-            # A blend computes most in its first layer: that is launched before the third one is queued.
-            return super().layers_ahead(load, max(layer - 1, 0), known)
         # In the buffer is room for few: what is queued early makes the model wait for the layers before it.
-        return super().layers_ahead(load, layer, known=False)
+        return super().layers_ahead(load, layer, known and as_buffered(load).in_place)
 
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
         """Raise LayoutError for opaque blocks, and for layers of different shapes."""
@@ -82,8 +79,8 @@ class BufferConnector(PagedConnector):
         Args:
             in_place: pass by the buffer: keys turn on their way into the engine's blocks, and `get_kv` has
                 nothing to give. For whoever reads the blocks anyway.
-            behind: with `in_place`, what is written comes behind this event, recorded by now, and not behind
-                what the current stream holds when the first layer is queued.
+            behind: what the load writes comes behind this event, recorded by now, and not behind what the
+                current stream holds when the first layer is queued.
 
         Raises:
             RequestError: `shift` without `set_rope`, or of another length than the transfer's slots.
@@ -104,7 +101,7 @@ class BufferConnector(PagedConnector):
         if pages is not None:
             self._fetch_first(load, pages)
         if behind is not None:
-            load.stream = self.platform.current_stream(self.device)  # which is not waited for any more
+            load.is_ordered = True
             self._wait_behind(load, behind)
         return load
 

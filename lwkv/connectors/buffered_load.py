@@ -70,7 +70,7 @@ class BufferedLoad(Load):
         """What turns a slice's keys."""
         if self.turn is None:
             return None
-        return self.turn._replace(angles=self.turn.angles[part.first_row : part.last_row])
+        return self.turn._replace(angle_of=self.turn.angle_of[part.first_row : part.last_row])
 
 
 def as_buffered(load: Load) -> BufferedLoad:

@@ -27,7 +27,8 @@ class Load:
         arrived: layer i's event, None until the layer is queued.
         fetched: buffers that were filled ahead, in order; another batch may have filled them anew.
         recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
-        stream: the current one of the batch's last step, None before any layer is queued.
+        stream: the current one of the batch's last step.
+        is_ordered: whether kernels wait for whoever used the blocks before.
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.
     """
 
@@ -37,6 +38,7 @@ class Load:
     fetched: deque[StagingBuffer] = field(default_factory=deque)
     recordings: dict[int, Recording] = field(default_factory=dict)
     stream: Stream = None
+    is_ordered: bool = False
     not_waited_for: Event | None = None
 
 
@@ -94,10 +96,10 @@ class Loader(Caches):
 
     def _queue_load(self, load: Load, layers: range, targets: Sequence[PagedLayer], pages: Int64s) -> None:
         """Queue copy and kernel of layers that share their staging, and go into `targets`."""
-        lane, current = load.lane, self.platform.current_stream(self.device)
-        if load.stream is None:
-            self._wait_for_readers(load, current)
-        load.stream = current
+        lane, load.stream = load.lane, self.platform.current_stream(self.device)
+        if not load.is_ordered:
+            self._wait_for_readers(load)
+            load.is_ordered = True
         for number, part in enumerate(load.plan.slices(targets[0])):
             buffer = load.fetched.popleft() if load.fetched else None
             if buffer is None or buffer.holds != (load.plan, layers, number):
@@ -159,9 +161,9 @@ class Loader(Caches):
     def _let_wait(self, stream: Stream, event: Event) -> None:
         self.platform.wait_event(stream, event)
 
-    def _wait_for_readers(self, load: Load, current: Stream) -> None:
+    def _wait_for_readers(self, load: Load) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.
-        self.platform.wait_stream(load.lane.kernels, current)
+        self.platform.wait_stream(load.lane.kernels, load.stream)
 
     def _wait_for_fetched(self, load: Load) -> None:
         # No kernel waits for copies that were queued ahead and whose layers never were.

@@ -62,7 +62,7 @@ class Turning:
         # A segment's tokens stand together, so only the first of each run is looked at.
         starts = np.append(0, np.flatnonzero(np.diff(shift)) + 1)
         shifts, runs = np.unique(shift[starts], return_inverse=True)
-        self._angles = np.repeat(runs.reshape(-1), np.diff(np.append(starts, len(shift))))
+        self._angle_of = np.repeat(runs.reshape(-1), np.diff(np.append(starts, len(shift))))
         self._interleaved, self._uploads = rope.interleaved, uploads
         angles = np.outer(shifts, np.asarray(rope.frequencies, np.float64))
         # One by one: kernels are compiled for tables that begin at a multiple of 16 bytes.
@@ -70,8 +70,8 @@ class Turning:
 
     def of(self, rows: Int64s) -> Turn:
         """What turns `rows`, int64 (n,), not none; a table of theirs is on its way to the device."""
-        angles = self._uploads.send(torch.from_numpy(self._angles[rows]))
-        return Turn(self._cos, self._sin, angles, self._interleaved)
+        angle_of = self._uploads.send(torch.from_numpy(self._angle_of[rows]))
+        return Turn(self._cos, self._sin, angle_of, self._interleaved)
 
 
 def _as_fp32(values: npt.NDArray[np.float64]) -> torch.Tensor:

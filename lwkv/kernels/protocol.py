@@ -33,13 +33,13 @@ class Turn(NamedTuple):
     Attributes:
         cos, sin: fp32 (angles, half), contiguous, on the layer's device, half <= width / 2. To move a key
             from position p to q: the cosine and sine of (q - p) * frequency.
-        angles: int64 (T,), there too: entry i is the row of `cos` and `sin` that is for entry i of the rows.
+        angle_of: int64 (T,), there too: for entry i of the rows, its row of `cos` and `sin`.
         interleaved: pairs are elements (2i, 2i + 1); otherwise (i, i + half), as in NeoX and Llama.
     """
 
     cos: Tensor
     sin: Tensor
-    angles: Tensor
+    angle_of: Tensor
     interleaved: bool
 
 

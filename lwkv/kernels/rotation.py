@@ -21,7 +21,7 @@ def rotate(k: Tensor, turn: Turn) -> None:
     first = k[..., 0 : 2 * half : 2] if turn.interleaved else k[..., :half]
     second = k[..., 1 : 2 * half : 2] if turn.interleaved else k[..., half : 2 * half]
     math = torch.float64 if k.dtype == torch.float64 else torch.float32
-    c, s = (table[turn.angles][:, None].to(math) for table in (turn.cos, turn.sin))
+    c, s = (table[turn.angle_of][:, None].to(math) for table in (turn.cos, turn.sin))
     a, b = first.to(math), second.to(math)
     turned = a * c - b * s, b * c + a * s
     first.copy_(_fit(turned[0], k.dtype))

@@ -56,11 +56,11 @@ class TritonKernels:
                 self.move_layers(scatter, sharing._replace(layers=[layer], staging=part), handle)
 
     def _scatter_turned(self, sharing: Sharing, turn: Turn, handle: int | None) -> None:
-        (layer,), (cos, sin, angles, interleaved), staging = sharing.layers, turn, sharing.staging
+        (layer,), (cos, sin, angle_of, interleaved), staging = sharing.layers, turn, sharing.staging
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
         launch = self._find(layer, key, self._make_turned)
-        launch(sharing, (staging.numel() // layer.row_bytes,), handle, cos, sin, angles)
+        launch(sharing, (staging.numel() // layer.row_bytes,), handle, cos, sin, angle_of)
 
     def _find(self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key], Launch]) -> Launch:
         launches = self._launches.setdefault(layer, {})

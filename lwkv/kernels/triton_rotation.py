@@ -36,9 +36,9 @@ def _turn(
     tl.store(place + step, (b * c + a * s).to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=(*UNALIGNED, "angles"))
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=(*UNALIGNED, "angle_of"))
 def scatter_turned(
-    k, v, staging, slots, k_rows, v_rows, cos, sin, angles, num_rows, cache_rows, staging_rows,
+    k, v, staging, slots, k_rows, v_rows, cos, sin, angle_of, num_rows, cache_rows, staging_rows,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, WORD: tl.constexpr,
@@ -60,7 +60,7 @@ def scatter_turned(
         place,
         cos,
         sin,
-        tl.load(angles + entry, mask=entry < num_rows, other=0),
+        tl.load(angle_of + entry, mask=entry < num_rows, other=0),
         k_valid,
         column,
         WIDTH,

@@ -15,6 +15,7 @@ from torch import Tensor
 from lwkv.blend import Blended, Blender, BlendRequest, Selector
 from lwkv.config import Config
 from lwkv.engine import CacheEngine
+from lwkv.platforms import Platform
 from lwkv.reference import ModelShape, PagedCache, open_cache_engine, random_model
 from lwkv.reference.blending import ReferenceBlend
 from lwkv.reference.random_model import RandomTensors
@@ -41,6 +42,7 @@ class Bench:
         device: torch.device,
         layout: str = "vllm_bhn2d",
         tiers: Sequence[Any] = (),
+        platform: Platform | None = None,
         **settings: Any,
     ) -> None:
         self.shape = shape
@@ -57,7 +59,9 @@ class Bench:
                 **settings,
             }
         )
-        self.engine: CacheEngine = open_cache_engine(config, self.model, self.cache, "tiny", tiers=tiers)
+        self.engine: CacheEngine = open_cache_engine(
+            config, self.model, self.cache, "tiny", tiers=tiers, platform=platform
+        )
         self.dense = DenseBlend(shape, RandomTensors(shape, seed=SEED, scale=2.0, device=device))
         self.dense.tensors = {name: tensor.cpu() for name, tensor in self.dense.tensors.items()}
 

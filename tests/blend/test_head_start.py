@@ -44,6 +44,12 @@ def watch(blender: Blender, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return happened
 
 
+def add_in_place(blender: Blender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the model write a layer's states over those before, as models may."""
+    finish = blender.model.finish
+    monkeypatch.setattr(blender.model, "finish", lambda n, hidden, a: hidden.copy_(finish(n, hidden, a)))
+
+
 @pytest.mark.parametrize("selector", [Deviation(), SEVERAL, LATE_CHECK], ids=str)
 def test_it_is_computed_once_and_before_segments_are_looked_up(
     selector: Deviation, bench: Bench, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +90,15 @@ def test_it_is_not_where_a_prefix_is_known(bench: Bench, monkeypatch: pytest.Mon
     assert happened == ["looked up", "layer 0"] * 2
 
 
+def test_it_is_not_where_a_segment_in_front_is_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    blender = bench.blender(share=0.2, shared_prefix=())
+    bench.encode(blender)
+    happened = watch(blender, monkeypatch)
+    (found,) = blender.prefill([prompt([2, 0, 1], head=())[1]])
+    assert found.num_known == len(DOCUMENTS[2])
+    assert happened == ["looked up", "layer 0"]
+
+
 @pytest.mark.parametrize("selector", [Deviation(), SEVERAL, LATE_CHECK], ids=str)
 def test_what_comes_of_it_is_the_same_bit_by_bit(
     selector: Deviation, bench: Bench, monkeypatch: pytest.MonkeyPatch
@@ -104,7 +119,7 @@ def test_what_comes_of_it_is_the_same_bit_by_bit(
         assert torch.equal(one, other)
 
 
-def test_a_pass_that_is_begun_again_takes_it_over(
+def test_a_pass_that_is_begun_again_computes_it_again(
     shape: ModelShape, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = MemoryTier()
@@ -113,13 +128,14 @@ def test_a_pass_that_is_begun_again_takes_it_over(
     first.close()
     tier.closed = False
     bench = Bench(shape, device, tiers=[tier])
-    blender = bench.blender(Deviation(), share=1.0)
+    blender = bench.blender(LATE_CHECK, share=1.0)
     lost = {LayerKey(key, 2) for key in blender.segments.keys(DOCUMENTS[2])}
     tier.fails = lambda key: Status.ERROR if key in lost else Status.OK
+    add_in_place(blender, monkeypatch)
     happened = watch(blender, monkeypatch)
     tokens, request = prompt([2, 0, 1])
     (found,) = blender.prefill([request])
-    assert happened == ["layer 0", "looked up", "looked up"]
+    assert happened == ["layer 0", "looked up", "looked up", "layer 0"]
     assert found.num_reused == 21
     torch.testing.assert_close(found.logits.cpu(), bench.full(tokens), rtol=1e-4, atol=1e-4)
     bench.close()
@@ -127,13 +143,13 @@ def test_a_pass_that_is_begun_again_takes_it_over(
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=3))
 def test_rows_are_marked_on_the_device_as_they_would_be_made(reused: list[list[bool]]) -> None:
-    device, layouts, bare = torch.device("cpu"), [], []
+    layouts, bare = [], []
     for flags in reused:
         checked = check_blend(BlendRequest(list(range(len(flags))), np.arange(len(flags))), 100)
         layouts.append(Layout(checked, 0, np.array(flags)))
         bare.append(Layout(checked, 0, np.zeros(len(flags), bool)))
-    wanted = Rows.of(layouts, [layout.candidates for layout in layouts], device)
-    marked = Rows.of(bare, [np.zeros(0, np.int64)] * len(bare), device).marked(layouts)
+    wanted = Rows.of(layouts, [layout.candidates for layout in layouts], torch.from_numpy)
+    marked = Rows.of(bare, [np.zeros(0, np.int64)] * len(bare), torch.from_numpy).marked(layouts)
     assert marked.bounds == wanted.bounds
     for name in ("tokens", "positions", "slots", "always"):
         assert torch.equal(getattr(marked, name), getattr(wanted, name))

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from blend.conftest import DOCUMENTS, Bench, host, prompt
+from blend.conftest import CHUNK, DOCUMENTS, Bench, host, prompt
 from oracle import MemoryTier
 
-from lwkv.blend import AllTokens, Deviation, NoTokens, QueryAttention
+from lwkv.blend import AllTokens, BlendRequest, Deviation, NoTokens, QueryAttention
 from lwkv.keys import LayerKey
 from lwkv.reference import ModelShape
 from lwkv.storage import Status
@@ -103,6 +104,29 @@ def test_where_nothing_arrives_the_prompt_is_computed(tier: MemoryTier, lossy: B
     assert found.num_reused == 0
     torch.testing.assert_close(found.logits.cpu(), lossy.full(tokens), rtol=1e-4, atol=1e-4)
     lossy.close()
+
+
+def test_an_exact_segment_behind_a_lost_prefix_is_reused_though_computing_is_cheaper(
+    tier: MemoryTier, shape: ModelShape, device: torch.device
+) -> None:
+    first = Bench(shape, device, tiers=[tier])
+    blender = first.blender(shared_prefix=())
+    first.encode(blender)
+    tokens, request = prompt([2, 0, 1], head=())
+    blender.prefill([BlendRequest(tokens[:CHUNK], request.slot_mapping[:CHUNK])])
+    first.engine.store(tokens[:CHUNK], slot_mapping=request.slot_mapping[:CHUNK])
+    first.close()
+    tier.closed = False
+    second = Bench(shape, device, tiers=[tier], blend_recompute_ratios=[1.0])
+    blender = second.blender(shared_prefix=())
+    lose(tier, second.engine._memo.keys(np.array(tokens[:CHUNK]), ()), 2, Status.ERROR)
+    controller = blender._shares.controller
+    assert controller is not None
+    controller.compute_s, controller.load_s = 1e-5, 1e-6
+    (found,) = blender.prefill([request])
+    assert (found.num_known, found.num_reused) == (0, len(DOCUMENTS[2]) - CHUNK)
+    torch.testing.assert_close(found.logits.cpu(), second.full(tokens), rtol=1e-4, atol=1e-4)
+    second.close()
 
 
 def test_other_prompts_of_a_batch_keep_what_arrived(tier: MemoryTier, lossy: Bench) -> None:

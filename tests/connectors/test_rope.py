@@ -31,4 +31,4 @@ def test_each_row_has_the_cosines_and_sines_of_its_shift(platform: Platform, dev
     angles = torch.from_numpy(shift[rows]).double()[:, None] * torch.tensor(frequencies).double()
     for table, wanted in zip((turn.cos, turn.sin), (angles.cos(), angles.sin()), strict=True):
         assert len(table) == 3, "one for each different shift"
-        torch.testing.assert_close(table[turn.angles].cpu(), wanted.float(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(table[turn.angle_of].cpu(), wanted.float(), rtol=0, atol=1e-4)
