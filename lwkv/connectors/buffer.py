@@ -39,8 +39,10 @@ class BufferConnector(PagedConnector):
         return self._config.lookahead_layers + 2
 
     def layers_ahead(self, load: Load, layer: int, known: bool) -> int:
+        load = as_buffered(load)
         # In the buffer is room for few: what is queued early makes the model wait for the layers before it.
-        return super().layers_ahead(load, layer, known and as_buffered(load).in_place)
+        # Where the model computes ahead, it is not kept waiting by what is queued meanwhile.
+        return super().layers_ahead(load, layer + load.model_is_ahead, known and load.in_place)
 
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
         """Raise LayoutError for opaque blocks, and for layers of different shapes."""
@@ -80,7 +82,7 @@ class BufferConnector(PagedConnector):
             in_place: pass by the buffer: keys turn on their way into the engine's blocks, and `get_kv` has
                 nothing to give. For whoever reads the blocks anyway.
             behind: what the load writes comes behind this event, recorded by now, and not behind what the
-                current stream holds when the first layer is queued.
+                current stream holds when the first layer is queued. For a model that computes ahead.
 
         Raises:
             RequestError: `shift` without `set_rope`, or of another length than the transfer's slots.
@@ -101,7 +103,7 @@ class BufferConnector(PagedConnector):
         if pages is not None:
             self._fetch_first(load, pages)
         if behind is not None:
-            load.is_ordered = True
+            load.is_ordered = load.model_is_ahead = True
             self._wait_behind(load, behind)
         return load
 

@@ -34,6 +34,7 @@ class BufferedLoad(Load):
             device by the time the layer is, whatever has been dropped since.
         num_flushed: layers that have been waited for and flushed.
         user: the stream that was last given the buffer to work on, or flushed it.
+        model_is_ahead: whether the model has something to compute before it reads the first layer.
     """
 
     in_place: bool = False
@@ -46,6 +47,7 @@ class BufferedLoad(Load):
     filled: list[tuple[Plan, torch.Tensor | None]] = field(default_factory=list)
     num_flushed: int = 0
     user: Stream = None
+    model_is_ahead: bool = False
 
     def buffer(self, layer: int) -> PagedLayer:
         """Where `layer` is, or will be."""

@@ -338,12 +338,13 @@ def test_a_put_that_breaks_off_leaves_nothing_visible_below_and_can_be_made_agai
 
 def test_pages_stay_as_they_are_until_a_slow_tier_has_read_them(make_rig: MakeRig, tier: FaultyTier) -> None:
     rig = make_rig(tier, num_chunks=2)
-    slow = tier.faults["put", 0] = hanging()
+    slow, other = hanging(), hanging()
+    tier.faults["put", 0], tier.faults["put", 1] = slow, other
     rig.commit(1)
     assert slow.entered.wait(LONG_S)
     assert rig.pool.references == 2 * NUM_LAYERS
     rig.commit(2)
-    assert rig.begin(3, 4) is None, "the chunk being read is not evicted"
+    assert rig.begin(3, 4) is None, "chunks being read are not evicted"
     assert rig.lookup(1, 2) == 2
     tier.end_faults()
     assert rig.manager.wait_idle(LONG_S)
