@@ -9,7 +9,7 @@ from lwkv.blend.attention import choose_attend
 from lwkv.connectors.buffer import BufferConnector
 from lwkv.kernels import Rows
 from lwkv.paged_layer import PagedLayer
-from lwkv.platforms import Int64s
+from lwkv.platforms import Event, Int64s
 
 
 class PagedRows:
@@ -21,17 +21,22 @@ class PagedRows:
 
     def __init__(self, connector: BufferConnector) -> None:
         self._layers = connector.layers
-        self._kernels, self._platform = connector.kernels, connector.platform
+        self._kernels, self._platform, self._device = connector.kernels, connector.platform, connector.device
+        # Kept, with the event of the last copy out of each: page-locking takes milliseconds.
+        self._pinned: list[tuple[Tensor, Event]] = []
         self.attend = choose_attend(connector.platform)
         self._numbers = torch.zeros(0, dtype=torch.int64, device=connector.device)
 
     def send(self, numbers: Int64s) -> Tensor:
         """Queue the copy of a table, not empty, to the device on the current stream, without any waiting."""
-        # In powers of two the platform takes it from torch, which keeps it until the copy is done.
-        table = self._platform.alloc_pinned(1 << max(numbers.nbytes - 1, 1).bit_length())
-        pinned = table[: numbers.nbytes].view(torch.int64).view(numbers.shape)
-        pinned.copy_(torch.from_numpy(numbers))
-        return pinned.to(self._numbers.device, non_blocking=True)
+        pinned, copied = self._take_pinned(numbers.nbytes)
+        table = pinned[: numbers.nbytes].view(torch.int64).view(numbers.shape)
+        table.copy_(torch.from_numpy(numbers))
+        sent = torch.empty(numbers.shape, dtype=torch.int64, device=self._device)
+        sent.copy_(table, non_blocking=True)
+        self._platform.record(copied, self._platform.current_stream(self._device))
+        self._pinned.append((pinned, copied))
+        return sent
 
     def at(self, slots: Tensor) -> Rows:
         """Prepare to move the rows of `slots`, int64 (rows,), on the device; all different."""
@@ -50,6 +55,14 @@ class PagedRows:
         both = _empty(source, len(rows.slots))
         self._kernels.gather(source, _bytes(both), rows)
         return both[0], both[1]
+
+    def _take_pinned(self, nbytes: int) -> tuple[Tensor, Event]:
+        """Page-locked memory that nothing is copied out of any more, and an event for the next copy."""
+        for number, (pinned, copied) in enumerate(self._pinned):
+            if pinned.nbytes >= nbytes and self._platform.query(copied):
+                return self._pinned.pop(number)
+        size = 1 << max(nbytes - 1, 1).bit_length()
+        return self._platform.alloc_pinned(size), self._platform.new_event()
 
 
 def _empty(layer: PagedLayer, num_rows: int) -> Tensor:
