@@ -18,7 +18,7 @@ from lwkv.config import Config
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.counters import Counters
 from lwkv.engine_parts import EngineParts
-from lwkv.errors import ClosedError
+from lwkv.errors import ClosedError, ConfigError
 from lwkv.key_memo import KeyMemo
 from lwkv.keys import ChunkKey, as_salts, make_namespace
 from lwkv.log_level import follow_log_level
@@ -60,7 +60,7 @@ class CacheEngine:
 
     Raises:
         ConfigError: settings that cannot work for these caches, such as a tier that does not exist or a dtype
-            that `metadata` names and no cache has; a connector that serves another engine.
+            that `metadata` names and no cache has; a connector that has no caches, or serves another engine.
         RuntimeError: the system has no more threads.
     """
 
@@ -74,6 +74,10 @@ class CacheEngine:
     ) -> None:
         follow_log_level()
         self.config = config
+        if not connector.layers:
+            raise ConfigError(
+                "the connector has no KV caches: call its register before it is given to an engine"
+            )
         self.connector = connector
         self.num_layers = connector.num_layers
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
@@ -100,7 +104,7 @@ class CacheEngine:
             write_back=config.write_policy == "write_back",
         )
         self.tier_names = self._storage.tier_names
-        self._closed = False
+        self._closed = self._ended = False
         with ExitStack() as undo:
             undo.callback(self._storage.close, 0)
             connector.start(self._pool, timeline)
@@ -273,10 +277,13 @@ class CacheEngine:
         if not self._closed:
             self._completions.submit(self.connector.stop)
         self._closed = True
+        if self._ended:
+            return
         deadline = time.monotonic() + timeout_s
-        if not self._completions.wait_idle(timeout_s):
+        idle = self._completions.wait_idle(timeout_s)
+        if not idle:
             log.warning("transfers were still in flight %.1f s after close", timeout_s)
-        self._storage.close(deadline - time.monotonic())
+        self._ended = self._storage.close(deadline - time.monotonic()) and idle
         self._pool.close()
         self._completions.close()
 

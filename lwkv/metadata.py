@@ -54,7 +54,9 @@ class CacheMetadata:
             number = getattr(self, name)
             self._require(name, type(number) is int and number >= 1, "a whole number of 1 or more")
         self._require("dtype", isinstance(self.dtype, torch.dtype), "a torch.dtype")
-        self._require("kv_dtype", isinstance(self.stored_dtype, torch.dtype), "a torch.dtype, or None")
+        self._require(
+            "kv_dtype", isinstance(self.stored_dtype, torch.dtype), "a torch.dtype, or None for dtype"
+        )
         self._require("use_mla", isinstance(self.use_mla, bool), "True or False")
         self._require("num_kv_heads", not self.use_mla or self.num_kv_heads == 1, "1 with use_mla")
         for name, size in (("tp_rank", self.tp_size), ("pp_rank", self.pp_size)):
@@ -77,7 +79,7 @@ class CacheMetadata:
         if _BYTES.isdisjoint(dtypes):
             self._require("kv_dtype", self.kv_dtype in (None, *dtypes), f"None, or that of {caches}")
         else:
-            told = f"what the bytes are of {caches}: torch.float8_e4m3fn, torch.float8_e5m2 or that itself"
+            told = f"what the bytes are of {caches}: such as torch.float8_e4m3fn, or their own dtype"
             self._require("kv_dtype", self.kv_dtype is not None, told)
         return replace(self, num_layers=len(dtypes), kv_dtype=self.kv_dtype or dtypes[0])
 

@@ -18,6 +18,12 @@ Registered: TypeAlias = "Tensor | tuple[Tensor, ...] | list[Tensor]"
 Registration: TypeAlias = "Mapping[str, Registered] | Sequence[Registered]"
 Named: TypeAlias = "dict[str, tuple[Tensor, ...]]"
 
+# Signed numbers of one element, of which keys can be turned, and bytes of any kind.
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+
 
 def read_registered(kvcaches: Registration) -> Named:
     """Give each layer's tensors, one or K and V, by name in the caller's order; a sequence's are layer_0, ...
@@ -94,8 +100,8 @@ def _form(t: Tensor) -> tuple[object, ...]:
 def _memory_problem(t: Tensor, device: torch.device) -> str | None:
     if t.device != device or t.is_meta:
         return f"on {t.device}, but all layers must be on one real device (the first is on {device})"
-    if not (t.dtype.is_floating_point or t.dtype in (torch.uint8, torch.int8)):
-        return "unsupported dtype; there are floating point numbers, torch.uint8 and torch.int8"
+    if t.dtype not in DTYPES:
+        return f"unsupported dtype; there are {', '.join(map(str, DTYPES))}"
     if t.dim() == 0 or t.numel() == 0:
         return "holds no block"
     if t.stride(-1) != 1 and t.shape[-1] > 1:

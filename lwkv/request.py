@@ -41,8 +41,8 @@ def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking)
     Raises:
         RequestError: tokens that are no ids; a slot mapping or mask of another length or kind; slots out of
             range or given twice, or not whole blocks where only these can be moved; a mask that is not False,
-            then True; salts that are no sequence of texts; two requests that share a slot, unless it is for
-            the same token of the same prefix and salts.
+            then True; salts that are no list or tuple of texts; two requests that share a slot, unless it is
+            for the same token of the same prefix and salts.
     """
     checked = [_checked(request, chunking) for request in as_requests(requests)]
     _check_slots(checked, num_slots)
@@ -130,9 +130,13 @@ def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) ->
     same = np.array([_common_prefix(requests[a], requests[b]) for a, b in owned])
     wrong = (places[before] != places[after]) | (places[before] >= same[number.reshape(-1)])
     if wrong.any():
+        inside = wrong & (owners[before] == owners[after])
+        found = slots[before[(inside if inside.any() else wrong).argmax()]]
         raise RequestError(
-            f"slot {slots[before[wrong.argmax()]]} is given to two tokens of a request, or of two; each "
-            "needs its own, but requests of a batch may share the slots of a prefix that is the same in both"
+            f"slot {found} is given to two tokens of a request; each needs its own"
+            if inside.any()
+            else f"slot {found} is given to two tokens: requests of a batch may share the slots of a prefix "
+            "that is the same in both, and no others"
         )
 
 

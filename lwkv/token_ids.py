@@ -39,11 +39,13 @@ def _to_array(tokens: object) -> Int64s:
         tokens = tokens.cpu().numpy()
     if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
         return tokens.astype(np.int64, copy=False)
-    items = str(getattr(tokens, "dtype", "no ids"))
+    got = type(tokens).__name__
+    if isinstance(tokens, torch.Tensor | np.ndarray):
+        got += f" of {tokens.dtype}"
     if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes | bytearray | memoryview):
         kinds = set(map(type, tokens))
         if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
             with suppress(OverflowError):
                 return np.array(tokens, dtype=np.int64)
-        items = ", ".join(sorted(kind.__name__ for kind in kinds))
-    raise RequestError(f"token ids: got {type(tokens).__name__} of {items}; allowed: {_ALLOWED}")
+        got += f" of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    raise RequestError(f"token ids: got {got}; allowed: {_ALLOWED}")

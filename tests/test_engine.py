@@ -843,6 +843,16 @@ def test_a_store_may_end_after_the_engine_was_closed(oracle: Oracle, taken: int)
     require_closed(engine)
 
 
+def test_a_connector_without_caches_is_refused(oracle: Oracle) -> None:
+    config, metadata = Config(max_local_cpu_size=0.01), oracle.metadata
+    connector = lwkv.CreateGPUConnector(
+        config, metadata, layout_hints={"block_size": 4, "layout": "vllm_2bnhd"}, platform=oracle.platform
+    )
+    assert connector.num_layers == 0
+    with pytest.raises(ConfigError, match="no KV caches: call its register before"):
+        CacheEngine(config, metadata, connector)
+
+
 def test_a_closed_engine_says_so(oracle: Oracle) -> None:
     engine = oracle.engine(CHUNK)
     engine.close()

@@ -237,6 +237,21 @@ def test_what_is_no_row_of_ids_is_refused(tokens: Any) -> None:
 # chunks
 
 
+@pytest.mark.parametrize(
+    ("tokens", "got"),
+    [
+        (None, "NoneType"),
+        ("ids", "str"),
+        (np.int64(3), "int64"),
+        (np.zeros(2), "ndarray of float64"),
+        ([1, "a"], "list of int, str"),
+    ],
+)
+def test_what_was_given_as_token_ids_is_named(tokens: Any, got: str) -> None:
+    with pytest.raises(RequestError, match=rf"token ids: got {got}; allowed"):
+        as_token_ids(tokens)
+
+
 def test_a_chunk_is_named_by_all_tokens_up_to_its_end() -> None:
     keys = chunk_keys(range(9), 3, "ns")
     for changed in range(9):

@@ -65,7 +65,7 @@ BYTES = [torch.uint8, torch.int8]
 @pytest.mark.parametrize("registered", BYTES)
 def test_what_bytes_are_must_be_said(registered: torch.dtype) -> None:
     with pytest.raises(
-        ConfigError, match=r"kv_dtype: got None; .*what the bytes are.* torch\.u?int8: torch\.float8"
+        ConfigError, match=r"kv_dtype: got None; .*what the bytes are.* torch\.u?int8: such as torch\.float8"
     ):
         CacheMetadata(**FIELDS).as_registered([torch.bfloat16, registered])
     for kept in (torch.float8_e4m3fn, torch.float8_e5m2, registered):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from demo_model import needs_smollm2
 
 from lwkv.platforms import Platform
 
@@ -19,6 +20,16 @@ SCRIPTS = [
 
 def test_there_is_a_script_for_each_engine_and_for_a_tier() -> None:
     assert len(SCRIPTS) == 3
+
+
+@needs_smollm2
+def test_the_script_about_blending_reuses_its_documents(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "blending.md").read_text(), re.M | re.S)
+    monkeypatch.setenv("LWKV_PLATFORM", "cpu")  # the script's caches are in host memory
+    exec(compile(script, "blending.md", "exec"), {})
+    assert re.match(r"\d\d+ of \d+ tokens reused, \d+ of them", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=["vllm", "sglang", "tier"])

@@ -112,7 +112,10 @@ class Blender:
     def missing(
         self, tokens: TokenIds, segments: Sequence[tuple[int, int]], salts: Sequence[str] = ()
     ) -> list[Segment]:
-        """Those of a prompt's segments that are not wholly cached. Raises RequestError as `prefill`."""
+        """Those of a prompt's segments that are not wholly cached. Raises RequestError as `prefill`.
+
+        What was just encoded is found once it is stored: `engine.flush` waits for that.
+        """
         ids = as_token_ids(tokens)
         return [
             part
@@ -129,9 +132,17 @@ class Blender:
 
         Args:
             slots: int64 (num_encoded(len(tokens)),), free ones; free again behind the work queued here.
+
+        Raises:
+            RequestError: as `check_blend`; another number of slots.
         """
         prefix = np.array(self.segments.shared_prefix, np.int64)
         ids = as_token_ids(tokens)
+        if np.shape(slots) != (self.num_encoded(len(ids)),):
+            raise RequestError(
+                f"slots have the shape {np.shape(slots)}; give {self.num_encoded(len(ids))} (num_encoded): "
+                f"one for each of {len(ids)} tokens and of the {len(prefix)} of the shared prefix"
+            )
         prompt = self._checked(BlendRequest(np.concatenate([prefix, ids]), slots))
         layout = Layout(prompt, 0, np.zeros(len(prompt), bool))
         with closing(self.segments.store(ids, prompt.slots[len(prefix) :], salts)) as store:
@@ -143,7 +154,8 @@ class Blender:
         """Compute prompts together, each up to the logits of its last token.
 
         All KV is in the requests' slots behind the work queued here. What cannot be loaded is computed: where
-        a layer of a chunk does not arrive in time, the prompts are begun again without what failed.
+        a layer of a chunk does not arrive in time, the prompts are begun again without what failed. So is a
+        segment at position 0 that was computed behind a shared prefix, as far as no cached prefix covers it.
 
         Raises:
             RequestError: as `check_blend`, or a slot that one prompt writes and another has. ClosedError.
@@ -287,7 +299,8 @@ class Blender:
     def _loads(self, prompt: CheckedBlend, prefix: SegmentLoad | None) -> list[SegmentLoad]:
         """What to ask the tiers for: the prefix, then what is left of the segments behind it."""
         known = prompt.num_local if prefix is None else prefix.num_tokens
-        left = [part for part in prompt.segments if part.end > known and len(prompt) >= self._min_tokens]
+        may = [part for part in prompt.segments if self.segments.may_stand(part)]
+        left = [part for part in may if part.end > known and len(prompt) >= self._min_tokens]
         rest = [self.segments.segment_load(prompt, part, known) for part in left]
         return rest if prefix is None else [prefix, *rest]
 

@@ -108,6 +108,13 @@ class SegmentCache:
         keys = self.keys(tokens, prompt.salts)
         return SegmentLoad(request, keys, segment.start, shift, self.is_exact(segment))
 
+    def may_stand(self, segment: Segment) -> bool:
+        """Whether it is reused at all: not at the beginning of a prompt if it was computed behind something.
+
+        What stands first draws attention to itself, which the shared prefix has drawn off it.
+        """
+        return segment.start > 0 or not self.shared_prefix
+
     def is_exact(self, segment: Segment) -> bool:
         """Whether nothing stands before it, and nothing did when it was computed."""
         return segment.start == 0 and not self.shared_prefix

@@ -18,7 +18,7 @@ Describe: TypeAlias = "Callable[[Registration], Sequence[PagedLayer]]"
 
 
 class Caches:
-    """The layers of an engine's paged cache. All but `register` is for after it.
+    """The layers of an engine's paged cache. All but `register`, `layers` and `num_layers` is for after it.
 
     Args:
         config: chunk size and staging.
@@ -32,6 +32,8 @@ class Caches:
         tokens_per_row: tokens that can only be moved together: 1, or a block where blocks are opaque.
         layer_of: the index in `layers` of every entry that was registered, by its name and by its position.
     """
+
+    num_layers = 0
 
     def __init__(self, config: Config, platform: Platform, describe: Describe) -> None:
         self.platform = platform

@@ -90,6 +90,7 @@ class Lane:
 
     def take_back(self, buffer: StagingBuffer) -> None:
         """Mark the buffer as empty once all that the emptying stream holds now is done."""
+        buffer.holds = None
         self._platform.record(buffer.emptied, self._emptier)
         buffer.used = True
 

@@ -26,7 +26,7 @@ class Load:
         lane: what the batch is queued on, up to its end.
         arrived: layer i's event, None until the layer is queued.
         fetched: buffers that were filled ahead, in order; another batch may have filled them anew.
-        recordings: of the layers whose copies were queued ahead, by layer, until the layer is queued.
+        recordings: of the layers whose copies are queued, by layer, until their kernels are.
         stream: the current one of the batch's last step.
         is_ordered: whether kernels wait for whoever used the blocks before.
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from lwkv.kernels import triton_source
-from lwkv.kernels.triton_launch import Key, Launch, strides
+from lwkv.kernels.triton_launch import Key, Launch, sizes_and_strides
 from lwkv.paged_layer import PagedLayer
 
 WORDS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -31,7 +31,7 @@ def join_layers(
     joined = {}
     for number, layer in enumerate(layers):
         for scatter in (True, False):
-            views, constants = (table[number:],), (*strides(k), scatter, *types)
+            views, constants = (table[number:],), (*sizes_and_strides(k), scatter, *types)
             joined[scatter, layer] = Launch(
                 triton_source.move_layers, layer, views, across, constants, (), compiled
             )

@@ -12,7 +12,7 @@ from lwkv.kernels import triton_rotation, triton_source
 from lwkv.kernels.protocol import Rows, Sharing, Turn
 from lwkv.kernels.rotation import check_rotatable
 from lwkv.kernels.triton_joined import join_layers
-from lwkv.kernels.triton_launch import Key, Launch, is_callable_compiled, strides
+from lwkv.kernels.triton_launch import Key, Launch, is_callable_compiled, sizes_and_strides
 from lwkv.paged_layer import PagedLayer
 
 
@@ -70,7 +70,7 @@ class TritonKernels:
 
     def _make_move(self, layer: PagedLayer, key: Key) -> Launch:
         k, v = layer.words[0], layer.words[-1]
-        across, constants = layer.row_bytes // k.element_size(), (*strides(k), key[0])
+        across, constants = layer.row_bytes // k.element_size(), (*sizes_and_strides(k), key[0])
         return Launch(triton_source.move, layer, (k, v), across, constants, key, self._compiled)
 
     def _make_turned(self, layer: PagedLayer, key: Key) -> Launch:
@@ -78,5 +78,5 @@ class TritonKernels:
         k, v = layer.k.view(layer.dtype), layer.words[-1]
         word = v.element_size() // k.element_size()
         across = layer.heads * max(half, layer.width - 2 * half, layer.width // word)
-        constants = (*strides(k), half, interleaved, word)
+        constants = (*sizes_and_strides(k), half, interleaved, word)
         return Launch(triton_rotation.scatter_turned, layer, (k, v), across, constants, key, self._compiled)

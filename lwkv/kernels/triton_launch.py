@@ -66,7 +66,7 @@ class Launch:
         self._run[grid](*addresses, *numbers, stream=handle)
 
 
-def strides(k: Tensor) -> tuple[int, ...]:
+def sizes_and_strides(k: Tensor) -> tuple[int, ...]:
     """What a kernel is told of a paged view: its sizes and strides."""
     return (*k.shape[1:], *k.stride()[:3])
 

@@ -30,7 +30,7 @@ def wanted(
     kept = set(range(known))
     for start, end in segments:
         first = max(start, known)
-        if tokens[start:end] in [DOCUMENTS[i] for i in CACHED] and first < end:
+        if start and tokens[start:end] in [DOCUMENTS[i] for i in CACHED] and first < end:
             layers = bench.alone(blender, tokens[start:end])
             cut = [tuple([head[first - start :] for head in part] for part in layer) for layer in layers]
             reused[first] = cut

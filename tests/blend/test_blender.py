@@ -110,6 +110,17 @@ def test_a_segment_at_the_beginning_equals_a_prefix_hit_exactly(bench: Bench) ->
     torch.testing.assert_close(by_prefix.logits.cpu(), bench.full(tokens), **EXACT)
 
 
+def test_what_stands_first_is_computed_where_others_stood_behind_the_shared_prefix(bench: Bench) -> None:
+    blender = bench.blender(NoTokens(), share=0.0)
+    bench.encode(blender)
+    tokens, request = prompt([2, 0, 1], head=())
+    assert blender.missing(tokens, request.segments) == []
+    (found,) = blender.prefill([request])
+    assert (found.num_known, found.num_reused) == (0, len(DOCUMENTS[0]) + len(DOCUMENTS[1]))
+    wanted = _dense(bench, blender, tokens, replace(request, segments=request.segments[1:]), 0)
+    torch.testing.assert_close(found.logits.cpu(), wanted, **EXACT)
+
+
 def test_prompts_of_a_batch_equal_each_alone(bench: Bench) -> None:
     blender = bench.blender(Deviation("v", (1, 2), (0.4, 0.2)), share=0.2)
     bench.encode(blender, DOCUMENTS[:2])
