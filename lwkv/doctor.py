@@ -78,6 +78,14 @@ def _examine_settings(report: Report) -> Config | None:
     except (ConfigError, ImportError) as error:
         report.faults.append(f"the configuration cannot be used: {error}")
         return None
+    # Names alone: values may have passwords in them.
+    changed = [name for name, of in Config.model_fields.items() if getattr(config, name) != of.get_default()]
+    report.settings = {
+        "file": os.environ.get("LWKV_CONFIG_FILE") or "none: LWKV_CONFIG_FILE names no file",
+        "layer by layer": "yes" if config.use_layerwise else "no: use_layerwise is off",
+        "blending": "yes" if config.enable_blending else "no",
+        "not as by default": ", ".join(changed) or "none",
+    }
     return config
 
 

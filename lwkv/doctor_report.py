@@ -11,6 +11,7 @@ class Report:
     """What the doctor found; None where it could not look. Bytes, and bytes a second."""
 
     versions: dict[str, str | None]
+    settings: dict[str, str] = field(default_factory=dict)
     candidates: dict[str, str] = field(default_factory=dict)
     platform: str | None = None
     why: str = ""
@@ -30,6 +31,8 @@ class Report:
 def lines(report: Report) -> Iterator[str]:
     """The report as text."""
     yield from _section("Versions", {name: found or "-" for name, found in report.versions.items()})
+    if report.settings:
+        yield from _section("Settings", report.settings)
     if report.candidates:
         yield from _section("Platforms, in the order they are looked for", report.candidates)
     if report.platform:

@@ -57,6 +57,22 @@ def test_the_doctor_tells_versions_platform_features_and_speed(capsys: pytest.Ca
     assert "Faults" not in shown
 
 
+def test_the_doctor_tells_what_was_read_and_what_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--platform", "cpu"])
+    assert "none: LWKV_CONFIG_FILE names no file" in capsys.readouterr().out
+    file = tmp_path / "lwkv.yaml"
+    file.write_text("use_layerwise: true\nenable_blending: true\n")
+    monkeypatch.setenv("LWKV_CONFIG_FILE", str(file))
+    monkeypatch.setenv("LWKV_CHUNK_SIZE", "128")
+    main(["doctor", "--platform", "cpu"])
+    shown = capsys.readouterr().out
+    assert str(file) in shown
+    (changed,) = [line for line in shown.splitlines() if "not as by default" in line]
+    assert changed.split(maxsplit=4)[4] == "chunk_size, use_layerwise, enable_blending"
+
+
 def test_json_holds_the_same_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--platform", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
