@@ -175,7 +175,7 @@ class Blender:
             loads = [[load for load in part if load not in failed] for part in loads]
             head = None  # the pass has used it, and has used the blocks
         else:
-            blended, _ = self._try(prompts, [[] for _ in prompts], head)
+            blended, _ = self._try(prompts, [[] for _ in prompts], None)
         self._count(blended)
         return blended
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dense_model import DenseBlend
+from oracle import MemoryTier
 from small_llama import small_shape
 from torch import Tensor
 
@@ -104,6 +105,15 @@ def prompt(
     tokens += QUESTION
     slots = np.random.default_rng(seed).permutation(300)[: len(tokens)]
     return tokens, BlendRequest(tokens, slots, segments, **options)
+
+
+def with_documents_in(tier: MemoryTier, shape: ModelShape, device: torch.device, **options: Any) -> Bench:
+    """A bench whose documents are in the tier alone; another one has stored them there."""
+    first = Bench(shape, device, tiers=[tier], **options)
+    first.encode(first.blender())
+    first.close()
+    tier.closed = False
+    return Bench(shape, device, tiers=[tier], **options)
 
 
 def host(blended: Sequence[Blended]) -> list[Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blend.conftest import CHUNK, DOCUMENTS, Bench, prompt
+from blend.conftest import CHUNK, DOCUMENTS, Bench, prompt, with_documents_in
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import MemoryTier
@@ -123,11 +123,7 @@ def test_a_pass_that_is_begun_again_computes_it_again(
     shape: ModelShape, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = MemoryTier()
-    first = Bench(shape, device, tiers=[tier])
-    first.encode(first.blender())
-    first.close()
-    tier.closed = False
-    bench = Bench(shape, device, tiers=[tier])
+    bench = with_documents_in(tier, shape, device)
     blender = bench.blender(LATE_CHECK, share=1.0)
     lost = {LayerKey(key, 2) for key in blender.segments.keys(DOCUMENTS[2])}
     tier.fails = lambda key: Status.ERROR if key in lost else Status.OK

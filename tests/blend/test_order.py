@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from blend.conftest import DOCUMENTS, Bench, prompt
+from blend.conftest import DOCUMENTS, prompt, with_documents_in
 from oracle import MemoryTier, held_completions
 from races import Races, WatchedKernels, row_spans
 from small_llama import small_shape
@@ -51,20 +51,10 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
     races.close()
 
 
-@pytest.fixture
-def tier(races: Races) -> MemoryTier:
-    """A tier with all documents."""
-    tier = MemoryTier()
-    bench = Bench(small_shape(4), HOST, tiers=[tier], platform=races)
-    bench.encode(bench.blender())
-    bench.close()
-    tier.closed = False
-    return tier
-
-
-def blend(races: Races, tier: MemoryTier, selector: Any, change: Callable[[Blender], None]) -> str:
+def blend(races: Races, selector: Any, change: Callable[[Blender], None]) -> str:
     """Blend twice into the same blocks; what is not ordered, if anything."""
-    bench = Bench(small_shape(4), HOST, tiers=[tier], platform=races)
+    tier = MemoryTier()
+    bench = with_documents_in(tier, small_shape(4), HOST, platform=races)
     blender = bench.blender(selector, share=0.3)
     change(blender)
     lost = {LayerKey(key, 2) for key in blender.segments.keys(DOCUMENTS[2])}
@@ -88,8 +78,8 @@ SELECTORS = [Deviation(), Deviation("k", (2,), (0.3,)), FirstTokens(), QueryAtte
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=str)
-def test_blends_that_are_begun_again_are_in_order(selector: Any, races: Races, tier: MemoryTier) -> None:
-    assert blend(races, tier, selector, as_it_is) == "None"
+def test_blends_that_are_begun_again_are_in_order(selector: Any, races: Races) -> None:
+    assert blend(races, selector, as_it_is) == "None"
 
 
 def without_the_first_wait(blender: Blender) -> None:
@@ -108,7 +98,5 @@ def with_the_head_kept(blender: Blender) -> None:
 
 
 @pytest.mark.parametrize("change", [without_the_first_wait, with_the_head_kept])
-def test_what_would_not_be_is_found(
-    change: Callable[[Blender], None], races: Races, tier: MemoryTier
-) -> None:
-    assert "nothing orders" in blend(races, tier, Deviation(), change)
+def test_what_would_not_be_is_found(change: Callable[[Blender], None], races: Races) -> None:
+    assert "nothing orders" in blend(races, Deviation(), change)

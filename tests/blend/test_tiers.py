@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blend.conftest import CHUNK, DOCUMENTS, Bench, host, prompt
+from blend.conftest import CHUNK, DOCUMENTS, Bench, host, prompt, with_documents_in
 from oracle import MemoryTier
 
 from lwkv.blend import AllTokens, BlendRequest, Deviation, NoTokens, QueryAttention
@@ -56,12 +56,7 @@ def tier() -> MemoryTier:
 
 @pytest.fixture
 def lossy(tier: MemoryTier, shape: ModelShape, device: torch.device) -> Bench:
-    """A bench whose documents are in the tier alone."""
-    first = Bench(shape, device, tiers=[tier])
-    first.encode(first.blender())
-    first.close()
-    tier.closed = False
-    return Bench(shape, device, tiers=[tier])
+    return with_documents_in(tier, shape, device)
 
 
 def lose(tier: MemoryTier, keys: list[Any], layer: int, status: Status) -> None:
