@@ -11,14 +11,14 @@ import numpy.typing as npt
 import torch
 
 from lwkv.benchmarks.shapes import Shape
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.connectors import LayoutHints
 from lwkv.engine import CacheEngine
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
-from lwkv.pool import PAGE_ALIGNMENT
+from lwkv.pool.host_pool import PAGE_ALIGNMENT
 from lwkv.storage import Tier
-from lwkv.timeline import Timeline
+from lwkv.telemetry.timeline import Timeline
 
 Slots = npt.NDArray[np.int64]
 

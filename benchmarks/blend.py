@@ -17,9 +17,9 @@ from lwkv.blend.forward import BlendPass, no_hook
 from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import check_blend
 from lwkv.blend.rows import Layout
-from lwkv.config import Config
-from lwkv.pipeline import retrieve_steps
-from lwkv.pool import PAGE_ALIGNMENT
+from lwkv.config.settings import Config
+from lwkv.pipeline.generators import retrieve_steps
+from lwkv.pool.host_pool import PAGE_ALIGNMENT
 from lwkv.reference import (
     ModelShape,
     NoCache,

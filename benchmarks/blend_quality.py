@@ -19,10 +19,10 @@ import torch
 from lwkv.benchmarks.blend_tasks import cut_facts, look_alikes, needle, two_hops
 from lwkv.benchmarks.findings import table
 from lwkv.blend import Deviation, FirstTokens, NoTokens, QueryAttention, RandomTokens, Selector
-from lwkv.demo.arguments import add_model_arguments, load_chosen
-from lwkv.demo.blend_play import ANSWER, QUESTION
-from lwkv.demo.blend_play import documents as demo_documents
-from lwkv.demo.blend_trial import Behind, Task, Trial
+from lwkv.cli.demo.arguments import add_model_arguments, load_chosen
+from lwkv.cli.demo.blend.play import ANSWER, QUESTION
+from lwkv.cli.demo.blend.play import documents as demo_documents
+from lwkv.cli.demo.blend.trial import Behind, Task, Trial
 from lwkv.platforms import detect_platform
 
 KINDS: Mapping[str, Callable[[int], Task]] = {

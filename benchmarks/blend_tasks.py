@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from random import Random
 
-from lwkv.demo.blend_trial import Task
+from lwkv.cli.demo.blend.trial import Task
 from lwkv.reference import read_document
 
 _COLOURS = ("red", "blue", "green", "amber", "violet", "silver", "black", "white", "copper", "golden")

@@ -19,13 +19,13 @@ from lwkv.benchmarks.parts import PARTS, choose_parts
 from lwkv.benchmarks.recorded import Recorded
 from lwkv.benchmarks.result import Result
 from lwkv.benchmarks.shapes import SHAPES
-from lwkv.doctor_tiers import without_secrets
+from lwkv.cli.doctor.tiers import without_secrets
+from lwkv.cli.run_setup import core_for_transfers, make_writable
 from lwkv.errors import ConfigError
-from lwkv.picture import draw_timeline
 from lwkv.platforms import Platform, detect_platform
 from lwkv.platforms.registry import VARIABLE
-from lwkv.trace import write_trace
-from lwkv.workbench import core_for_transfers, make_writable
+from lwkv.telemetry.timeline_picture import draw_timeline
+from lwkv.telemetry.timeline_trace import write_trace
 
 
 @dataclass(frozen=True)

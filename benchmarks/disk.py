@@ -10,7 +10,7 @@ from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.disk_alone import DiskAlone
 from lwkv.benchmarks.plain_disk import PlainDisk
 from lwkv.benchmarks.tier_moves import TierFindings, TierMove, compare_moves, measure_engine
-from lwkv.storage.disk_io import reads_directly
+from lwkv.storage.disk.io import reads_directly
 
 GIB = 1 << 30
 

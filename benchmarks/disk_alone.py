@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from lwkv.benchmarks.bench import Bench
-from lwkv.config import Config
-from lwkv.counters import Counters
+from lwkv.config.settings import Config
 from lwkv.keys import HASH_BYTES, ChunkKey, LayerKey
 from lwkv.storage import Status, TierSetup
 from lwkv.storage.guard import NUM_READERS, NUM_WRITERS
-from lwkv.storage.tiers import open_tiers
+from lwkv.storage.registry import open_tiers
+from lwkv.telemetry.counters import Counters
 
 LONG_S = 60.0
 _LIMIT_GIB = 1024.0

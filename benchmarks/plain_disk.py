@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lwkv.storage.disk_io import OWNER_ONLY
+from lwkv.storage.disk.io import OWNER_ONLY
 
 NUM_THREADS = 4
 

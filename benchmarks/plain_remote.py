@@ -13,8 +13,10 @@ import torch
 
 from lwkv.errors import ConfigError
 from lwkv.keys import HASH_BYTES, ChunkKey, LayerKey
-from lwkv.storage import Status, Tier, mooncake_client, valkey_client
+from lwkv.storage import Status, Tier
 from lwkv.storage.guard import Transfer
+from lwkv.storage.remote.mooncake import client as mooncake_client
+from lwkv.storage.remote.valkey import client as valkey_client
 
 NUM_THREADS = 4
 LONG_S = 60.0

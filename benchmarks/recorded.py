@@ -14,7 +14,7 @@ from lwkv.benchmarks.findings import Findings
 from lwkv.benchmarks.stack import Stack
 from lwkv.engine import Request
 from lwkv.steps import LayerSteps
-from lwkv.timeline import Lane, Span, Timeline, hidden_and_exposed
+from lwkv.telemetry.timeline import Lane, Span, Timeline, hidden_and_exposed
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RecordedSpan:
 class Recorded(Findings):
     """A prefill of `suffix` tokens that loads `prefix` tokens and stores its own, layer by layer.
 
-    Hidden and exposed are of the load, as in `lwkv.timeline`.
+    Hidden and exposed are of the load, as in `lwkv.telemetry.timeline`.
     """
 
     prefix: int

@@ -11,11 +11,11 @@ from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Absent, Findings
 from lwkv.benchmarks.plain_remote import open_plain, tier_alone
 from lwkv.benchmarks.tier_moves import Plain, TierFindings, TierMove, compare_moves, measure_engine
-from lwkv.config import Config
-from lwkv.counters import Counters
-from lwkv.doctor_tiers import without_secrets
+from lwkv.cli.doctor.tiers import without_secrets
+from lwkv.config.settings import Config
 from lwkv.storage import TierSetup
-from lwkv.storage.tiers import open_tiers
+from lwkv.storage.registry import open_tiers
+from lwkv.telemetry.counters import Counters
 
 
 @dataclass(frozen=True)

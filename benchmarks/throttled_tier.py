@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
+from lwkv.background.workers import Workers
 from lwkv.benchmarks.prefill import timed
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage import Status
-from lwkv.workers import Workers
 
 
 class ThrottledTier:

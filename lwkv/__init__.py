@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lwkv.config import Config as Config
+    from lwkv.config.settings import Config as Config
     from lwkv.connectors import CreateGPUConnector as CreateGPUConnector
     from lwkv.connectors import LayoutHints as LayoutHints
     from lwkv.engine import CacheEngine as CacheEngine
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
     from lwkv.errors import PlatformError as PlatformError
     from lwkv.errors import PlatformMissingError as PlatformMissingError
     from lwkv.errors import RequestError as RequestError
-    from lwkv.layout import KVSpec as KVSpec
+    from lwkv.layouts.layout import KVSpec as KVSpec
     from lwkv.metadata import CacheMetadata as CacheMetadata
-    from lwkv.picture import draw_timeline as draw_timeline
     from lwkv.platforms import Platform as Platform
     from lwkv.platforms import detect_platform as detect_platform
     from lwkv.platforms import open_platform as open_platform
     from lwkv.steps import LayerSteps as LayerSteps
     from lwkv.steps import StepResult as StepResult
-    from lwkv.timeline import LoadTimes as LoadTimes
-    from lwkv.timeline import Span as Span
-    from lwkv.timeline import Timeline as Timeline
-    from lwkv.timeline import hidden_and_exposed as hidden_and_exposed
-    from lwkv.trace import write_trace as write_trace
+    from lwkv.telemetry.timeline import LoadTimes as LoadTimes
+    from lwkv.telemetry.timeline import Span as Span
+    from lwkv.telemetry.timeline import Timeline as Timeline
+    from lwkv.telemetry.timeline import hidden_and_exposed as hidden_and_exposed
+    from lwkv.telemetry.timeline_picture import draw_timeline as draw_timeline
+    from lwkv.telemetry.timeline_trace import write_trace as write_trace
     from lwkv.transfer import NO_SLOT as NO_SLOT
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "config": "Config",
+    "config.settings": "Config",
     "connectors": "CreateGPUConnector LayoutHints",
     "engine": "CacheEngine Request",
     "errors": "ClosedError ConfigError LayoutError LwkvError PlatformError PlatformMissingError RequestError",
-    "layout": "KVSpec",
+    "layouts.layout": "KVSpec",
     "metadata": "CacheMetadata",
-    "picture": "draw_timeline",
+    "telemetry.timeline_picture": "draw_timeline",
     "platforms": "Platform detect_platform open_platform",
     "steps": "LayerSteps StepResult",
-    "timeline": "LoadTimes Span Timeline hidden_and_exposed",
-    "trace": "write_trace",
+    "telemetry.timeline": "LoadTimes Span Timeline hidden_and_exposed",
+    "telemetry.timeline_trace": "write_trace",
     "transfer": "NO_SLOT",
 }
 

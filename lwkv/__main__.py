@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lwkv.cli import main
+from lwkv.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

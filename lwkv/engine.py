@@ -13,27 +13,27 @@ from typing import Any, cast
 
 import torch
 
-from lwkv.completions import Completions
-from lwkv.config import Config
+from lwkv.background.completion_thread import Completions
+from lwkv.config.settings import Config
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
-from lwkv.counters import Counters
-from lwkv.engine_parts import EngineParts
 from lwkv.errors import ClosedError, ConfigError
-from lwkv.key_memo import KeyMemo
 from lwkv.keys import ChunkKey, as_salts, make_namespace
-from lwkv.log_level import follow_log_level
+from lwkv.layouts.registration import Registration
 from lwkv.metadata import CacheMetadata
-from lwkv.metrics import prometheus_text
-from lwkv.pipeline import retrieve_steps, store_steps
+from lwkv.pipeline.context import EngineParts
+from lwkv.pipeline.generators import retrieve_steps, store_steps
+from lwkv.pipeline.prompt_keys import KeyMemo
+from lwkv.pipeline.retrieval import BatchRetrieval
+from lwkv.pipeline.store import BatchStoring
 from lwkv.platforms import Platform
-from lwkv.pool import HostPool
-from lwkv.registered import Registration
+from lwkv.pool.host_pool import HostPool
 from lwkv.request import Request, check_loads, check_stores
-from lwkv.retrieval import BatchRetrieval
 from lwkv.storage import StorageManager, Tier, TierSetup
-from lwkv.storage.tiers import open_tiers
-from lwkv.storing import BatchStoring
-from lwkv.timeline import Timeline
+from lwkv.storage.registry import open_tiers
+from lwkv.telemetry.counters import Counters
+from lwkv.telemetry.log_level import follow_log_level
+from lwkv.telemetry.prometheus import prometheus_text
+from lwkv.telemetry.timeline import Timeline
 from lwkv.token_ids import as_token_ids
 from lwkv.transfer import Chunking
 
@@ -260,7 +260,7 @@ class CacheEngine:
     def stats(self) -> dict[str, int]:
         """Totals since the start, and what is held now; at rest pins and writes_in_flight are 0.
 
-        Names that begin with a tier's name, "host" first, tell of that tier: see lwkv.storage.meter.
+        Names that begin with a tier's name, "host" first, tell of that tier: see lwkv.telemetry.tier_meter.
         """
         return self._parts.counters.totals() | self._storage.totals() | self._pool.totals()
 

@@ -11,8 +11,8 @@ import torch
 
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.rarely import Rarely
 from lwkv.request import as_requests
+from lwkv.telemetry.log_throttle import Rarely
 
 log = logging.getLogger(__name__)
 

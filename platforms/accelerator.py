@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lwkv.platforms.copies import check_buffer, check_copy, check_runs
+from lwkv.platforms.checks import check_buffer, check_copy, check_runs
 from lwkv.platforms.host_memory import (
     PAGE_BYTES,
     allocate_aligned,

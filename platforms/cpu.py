@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from lwkv.platforms.copies import check_buffer, check_copy, check_runs
+from lwkv.platforms.checks import check_buffer, check_copy, check_runs
 from lwkv.platforms.cpu_stream import CpuEvent, InlineStream, WorkerStream
 from lwkv.platforms.cpu_worker import Delay, Worker
 from lwkv.platforms.host_memory import allocate_aligned, call_at_end, check_size, no_memory

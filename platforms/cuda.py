@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lwkv.platforms.accelerator import Accelerator
-from lwkv.platforms.copies import check_buffer
+from lwkv.platforms.checks import check_buffer
 from lwkv.platforms.cuda_driver import CudaDriver
 from lwkv.platforms.cuda_streams import CudaStreams
 from lwkv.platforms.protocol import CopyBatch, Event, Features, Int64s, Stream

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.connectors import BufferConnector
 from lwkv.engine import CacheEngine
 from lwkv.keys import ChunkKey, LayerKey
-from lwkv.layout import KVSpec, describe_layers
+from lwkv.layouts.layout import KVSpec, describe_layers
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status

@@ -17,7 +17,7 @@ from oracle import Oracle
 from torch import Tensor
 
 from lwkv.kernels import Rows, TorchKernels, Turn
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from test_ordering import WAITS
+from properties.test_ordering import WAITS
 
 TREE = Path(__file__).parent.parent
 ARCHITECTURE = (TREE / "docs" / "architecture.md").read_text()

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from oracle import Dims, MemoryTier, Oracle, held_completions, refuse_threads, require_rest, run_slots
 
 import lwkv
-import lwkv.arrivals
-from lwkv.config import Config
-from lwkv.connectors.upload import Uploads
+import lwkv.pipeline.tier_pages
+from lwkv.config.settings import Config
+from lwkv.connectors.row_tables import Uploads
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import ClosedError, ConfigError, LayoutError, RequestError
 from lwkv.metadata import CacheMetadata
@@ -671,7 +671,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
         waited.append((len(futures), timeout))
         return wait(futures, 0)
 
-    monkeypatch.setattr(lwkv.arrivals, "wait", record)
+    monkeypatch.setattr(lwkv.pipeline.tier_pages, "wait", record)
     return waited
 
 
@@ -682,14 +682,14 @@ def test_the_deadline_of_a_layer_counts_from_when_it_was_asked_for(
     now = [0.0]
     with oracle.engine(CHUNK, tiers=[hanging], load_timeout_s=12, prefetch_layers=0) as engine:
         engine._parts = replace(engine._parts, clock=lambda: now[0])
-        record = lwkv.arrivals.wait
+        record = lwkv.pipeline.tier_pages.wait
 
         def answer(futures: Any, timeout: float) -> None:
             record(futures, timeout)
             hanging.gate.set()
             assert not wait(futures, 20).not_done
 
-        monkeypatch.setattr(lwkv.arrivals, "wait", answer)
+        monkeypatch.setattr(lwkv.pipeline.tier_pages, "wait", answer)
         steps = engine.retrieve_layer(prompt(1, 16), slot_mapping=run_slots(64, 16))
         for _ in range(LAYERS + 1):
             next(steps)

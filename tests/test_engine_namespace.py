@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import MemoryTier
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.metadata import CacheMetadata

@@ -70,7 +70,7 @@ def test_the_metadata_names_the_licence_the_python_and_the_command(wheel: Path) 
     metadata = files[f"lwkv-{__version__}.dist-info/METADATA"].decode()
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "Requires-Python: >=3.10\n" in metadata
-    assert b"lwkv = lwkv.cli:main" in files[f"lwkv-{__version__}.dist-info/entry_points.txt"]
+    assert b"lwkv = lwkv.cli.main:main" in files[f"lwkv-{__version__}.dist-info/entry_points.txt"]
 
 
 def test_the_installed_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_source_archive_checks_itself(sdist: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     tree = tmp_path / sdist.name.removesuffix(".tar.gz")
     without_install = "tests/test_import.py::test_the_tree_runs_without_being_installed"
-    chosen = ("tests/platforms/test_no_vendor_names.py", "tests/test_cli.py", without_install)
+    chosen = ("tests/platforms/test_no_vendor_names.py", "tests/cli/test_main.py", without_install)
     run(
         sys.executable,
         "-m",

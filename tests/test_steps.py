@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from oracle import Dims, MemoryTier, Oracle, held_completions, require_rest, run_slots
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import RequestError
 from lwkv.platforms import Platform

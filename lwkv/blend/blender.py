@@ -25,7 +25,7 @@ from lwkv.blend.shares import Shares, timed
 from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
-from lwkv.retrieval import BatchRetrieval
+from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.token_ids import TokenIds, as_token_ids
 
 # So often a batch is begun with loads, each time without what failed before; then all of it is computed.

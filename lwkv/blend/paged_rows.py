@@ -8,7 +8,7 @@ from torch import Tensor
 from lwkv.blend.attention import choose_attend
 from lwkv.connectors.buffer import BufferConnector
 from lwkv.kernels import Rows
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Event, Int64s
 
 

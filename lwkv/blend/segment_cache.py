@@ -15,12 +15,12 @@ from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.keys import ChunkKey, chunk_keys
-from lwkv.pipeline import store_steps
+from lwkv.pipeline.generators import store_steps
+from lwkv.pipeline.retrieval import BatchRetrieval
+from lwkv.pipeline.store import BatchStoring
 from lwkv.platforms import Event
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import Request, check_stores
-from lwkv.retrieval import BatchRetrieval
-from lwkv.storing import BatchStoring
 from lwkv.token_ids import TokenIds
 from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, Transfer
 
@@ -120,7 +120,7 @@ class SegmentCache:
         return segment.start == 0 and not self.shared_prefix
 
     def retrieval(self, loads: Sequence[SegmentLoad], behind: Event | None = None) -> BatchRetrieval:
-        """What loads them, for `lwkv.pipeline.retrieve_steps`; the caller closes it.
+        """What loads them, for `lwkv.pipeline.generators.retrieve_steps`; the caller closes it.
 
         Args:
             behind: as in `BufferConnector.begin_load`.

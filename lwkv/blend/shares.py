@@ -9,8 +9,8 @@ import torch
 from lwkv.blend.controller import Decision, LoadingController, Reason, Work
 from lwkv.blend.forward import LayerHook
 from lwkv.blend.pace import Pace
-from lwkv.counters import Counters
 from lwkv.platforms import Platform
+from lwkv.telemetry.counters import Counters
 
 _MOST_PENDING = 8
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lwkv.pipeline import retrieve_steps
-from lwkv.retrieval import BatchRetrieval
+from lwkv.pipeline.generators import retrieve_steps
+from lwkv.pipeline.retrieval import BatchRetrieval
 
 
 class LayerWaits:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 from types import UnionType
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.connectors.buffer import BufferConnector
-from lwkv.connectors.hints import LayoutHints, check_hints
 from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
-from lwkv.layout import KVSpec, describe_layers
+from lwkv.layouts.hints import LayoutHints, check_hints
+from lwkv.layouts.layout import KVSpec, describe_layers
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform, detect_platform, platforms_with
 

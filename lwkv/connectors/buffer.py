@@ -13,11 +13,11 @@ from lwkv.connectors.buffered_load import BufferedLoad, as_buffered
 from lwkv.connectors.buffers import memory_of, new_buffer
 from lwkv.connectors.loader import Load
 from lwkv.connectors.paged import PagedConnector
-from lwkv.connectors.plan import Plan, Slice
 from lwkv.connectors.rope import Rope, Turning
+from lwkv.connectors.transfer_plan import Plan, Slice
 from lwkv.errors import LayoutError, RequestError
 from lwkv.kernels import Rows, Sharing, Turn
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Event
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT, Transfer

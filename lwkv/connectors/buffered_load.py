@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from lwkv.connectors.loader import Load
-from lwkv.connectors.plan import Plan, Slice
 from lwkv.connectors.rope import Turning
+from lwkv.connectors.transfer_plan import Plan, Slice
 from lwkv.kernels import Rows, Turn
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 
 # K fills a multiple of 16 bytes then: V is aligned as K is, and kernels are the same for any number of rows.
 ROWS_TOGETHER = 16

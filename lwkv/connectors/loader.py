@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
-from lwkv.connectors.plan import Plan, Slice
-from lwkv.paged_layer import PagedLayer
+from lwkv.connectors.transfer_plan import Plan, Slice
+from lwkv.layouts.paged_layer import PagedLayer
+from lwkv.layouts.registered_caches import Caches
 from lwkv.platforms import Event, Int64s, Stream
-from lwkv.timeline import Recording, Timeline
+from lwkv.telemetry.timeline import Recording, Timeline
 
 
 @dataclass(slots=True, eq=False)

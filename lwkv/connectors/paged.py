@@ -8,14 +8,14 @@ import torch
 
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
-from lwkv.connectors.plan import FIRST_LAYERS, Cut, Plan
+from lwkv.connectors.row_tables import Table, Uploads
 from lwkv.connectors.saver import Save, Saver
-from lwkv.connectors.upload import Table, Uploads
+from lwkv.connectors.transfer_plan import FIRST_LAYERS, Cut, Plan
 from lwkv.errors import ConfigError
 from lwkv.kernels import Rows, Sharing, choose_kernels
 from lwkv.platforms import Int64s
-from lwkv.pool import HostPool
-from lwkv.timeline import Timeline
+from lwkv.pool.host_pool import HostPool
+from lwkv.telemetry.timeline import Timeline
 from lwkv.transfer import Transfer
 
 STAGING_ALIGNMENT = 512

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.upload import Uploads
+from lwkv.connectors.row_tables import Uploads
 from lwkv.errors import ConfigError, LayoutError
 from lwkv.kernels import Turn
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms.protocol import Int64s
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lwkv.connectors.caches import Caches
 from lwkv.connectors.lane import Lane, StagingBuffer
-from lwkv.connectors.plan import Plan
+from lwkv.connectors.transfer_plan import Plan
+from lwkv.layouts.registered_caches import Caches
 from lwkv.platforms import Int64s, Stream
-from lwkv.timeline import Timeline
+from lwkv.telemetry.timeline import Timeline
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,6 @@ def choose_kernels(platform: Platform) -> Kernels:
     """Give Triton's kernels where the platform's features have Triton, plain torch elsewhere."""
     if not platform.features.triton:
         return TorchKernels()
-    from lwkv.kernels.triton_kernels import TritonKernels
+    from lwkv.kernels.triton.kernels import TritonKernels
 
     return TritonKernels()

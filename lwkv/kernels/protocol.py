@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 
 
 class Rows(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lwkv.kernels.protocol import Turn
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 
 
 def check_rotatable(layer: PagedLayer) -> None:

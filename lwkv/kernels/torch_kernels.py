@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lwkv.kernels.protocol import Rows, Sharing, Turn
 from lwkv.kernels.rotation import check_rotatable, rotate
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 
 # A paged view and where in it the rows are; staging as [rows, heads, width] and where in it they are.
 Part: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.reference.cache import PagedCache
 from lwkv.reference.model import Model
 from lwkv.storage import Tier
-from lwkv.timeline import Timeline
+from lwkv.telemetry.timeline import Timeline
 
 
 def describe_model(model: Model, name: str) -> CacheMetadata:

@@ -1,7 +1,7 @@
 """Where pages are kept: the host tier and, below it, disk and remote ones."""
 
 from lwkv.storage.hold import Hold, LayerPages
-from lwkv.storage.host import Chunk, HostTier
+from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.manager import StorageManager
 from lwkv.storage.missing import Missing
 from lwkv.storage.tier import Status, Tier, TierSetup

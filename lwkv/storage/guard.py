@@ -12,18 +12,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from lwkv.counters import Counters
+from lwkv.background.exit import waitable
 from lwkv.keys import ChunkKey, LayerKey
-from lwkv.leaving import waitable
 from lwkv.platforms.protocol import Int64s
-from lwkv.pool import HostPool
-from lwkv.rarely import Rarely
-from lwkv.storage.calls import Calls
-from lwkv.storage.host import Chunk
-from lwkv.storage.meter import Meter
+from lwkv.pool.host_pool import HostPool
+from lwkv.storage.circuit_breaker import Calls
+from lwkv.storage.host_tier import Chunk
 from lwkv.storage.missing import Missing
-from lwkv.storage.quarantine import Quarantine
+from lwkv.storage.page_quarantine import Quarantine
 from lwkv.storage.tier import Gauged, Lingering, Status, Tier
+from lwkv.telemetry.counters import Counters
+from lwkv.telemetry.log_throttle import Rarely
+from lwkv.telemetry.tier_meter import Meter
 
 log = logging.getLogger(__name__)
 

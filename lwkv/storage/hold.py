@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage.guard import FILLED, Guard
-from lwkv.storage.host import Chunk
+from lwkv.storage.host_tier import Chunk
 from lwkv.storage.missing import Missing
 
 

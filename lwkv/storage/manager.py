@@ -12,19 +12,19 @@ from functools import partial
 
 import numpy as np
 
-from lwkv.counters import Counters
+from lwkv.background.workers import Workers
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
-from lwkv.pool import HostPool
-from lwkv.rarely import Rarely
+from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Guard
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
-from lwkv.storage.host import Chunk, HostTier
-from lwkv.storage.lower import LowerTiers
-from lwkv.storage.meter import Meter
+from lwkv.storage.host_tier import Chunk, HostTier
+from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.tier import Tier
 from lwkv.storage.write import Write
-from lwkv.workers import Workers
+from lwkv.telemetry.counters import Counters
+from lwkv.telemetry.log_throttle import Rarely
+from lwkv.telemetry.tier_meter import Meter
 
 log = logging.getLogger(__name__)
 

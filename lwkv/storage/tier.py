@@ -9,9 +9,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lwkv.config import Config
-from lwkv.counters import Counters
+from lwkv.config.settings import Config
 from lwkv.keys import ChunkKey, LayerKey
+from lwkv.telemetry.counters import Counters
 
 
 class Status(Enum):
@@ -90,7 +90,7 @@ class TierSetup:
 
 
 class TierModule(Protocol):
-    """What the module of a kind of tier has: `lwkv.storage.tiers` names the modules by URL scheme."""
+    """What the module of a kind of tier has: `lwkv.storage.registry` names the modules by URL scheme."""
 
     def open_tier(self, url: str, setup: TierSetup) -> Tier:
         """Open the tier at `url`.

@@ -9,7 +9,7 @@ import numpy as np
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
-from lwkv.storage.host import Chunk
+from lwkv.storage.host_tier import Chunk
 
 
 @dataclass(slots=True, eq=False)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lwkv import cli
 from lwkv.benchmarks import command
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Findings
 from lwkv.benchmarks.parts import PARTS, Part
+from lwkv.cli import main as cli
 
 SMALL = ("--platform", "cpu", "--prefix", "512", "--suffixes", "5", "--repeats", "1")
 

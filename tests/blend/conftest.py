@@ -14,7 +14,7 @@ from small_llama import small_shape
 from torch import Tensor
 
 from lwkv.blend import Blended, Blender, BlendRequest, Selector
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.platforms import Platform
 from lwkv.reference import ModelShape, PagedCache, open_cache_engine, random_model

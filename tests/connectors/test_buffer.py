@@ -16,7 +16,7 @@ from lwkv.engine import CacheEngine
 from lwkv.errors import LayoutError, RequestError
 from lwkv.platforms import Platform
 from lwkv.storage import Status
-from lwkv.timeline import Timeline
+from lwkv.telemetry.timeline import Timeline
 from lwkv.transfer import NO_SLOT, Transfer
 
 CHUNK = 8

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.connectors import BufferConnector, CreateGPUConnector, PagedConnector
 from lwkv.errors import ConfigError
-from lwkv.layout import KVSpec
+from lwkv.layouts.layout import KVSpec
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Features, Platform
 from lwkv.platforms.cpu import CPU

@@ -12,11 +12,11 @@ import torch
 from oracle import Oracle, held_completions, require_rest, run_slots
 from torch import Tensor
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.connectors import paged
 from lwkv.engine import CacheEngine
 from lwkv.kernels import Rows, TorchKernels, Turn
-from lwkv.paged_layer import PagedLayer
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Platform
 
 TOKENS = list(range(21))

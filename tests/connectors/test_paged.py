@@ -13,10 +13,10 @@ import pytest
 import torch
 from oracle import FORMS, Dims, MemoryTier, Oracle, held_completions, refuse_threads, require_rest, run_slots
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, LayoutError
-from lwkv.layout import KVSpec
+from lwkv.layouts.layout import KVSpec
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.storage import Status

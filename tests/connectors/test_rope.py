@@ -10,7 +10,7 @@ import torch
 
 from lwkv.connectors import Rope
 from lwkv.connectors.rope import Turning
-from lwkv.connectors.upload import Uploads
+from lwkv.connectors.row_tables import Uploads
 from lwkv.errors import ConfigError
 from lwkv.platforms import Platform
 

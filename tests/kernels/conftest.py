@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    needs_triton = collection_path.name == "test_triton_kernels.py"
+    needs_triton = collection_path.name == "triton"
     return True if needs_triton and not has_triton(config) else None
 
 

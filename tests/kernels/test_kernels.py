@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lwkv.kernels import Kernels, Rows, Sharing, TorchKernels, choose_kernels
-from lwkv.layout import PagedLayer
+from lwkv.layouts.layout import PagedLayer
 from lwkv.platforms import Platform
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lwkv.kernels import Kernels, Rows, Sharing, Turn
-from lwkv.layout import PagedLayer
+from lwkv.layouts.layout import PagedLayer
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.platforms import Platform
 from lwkv.platforms.cpu import CPU

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.platforms import Platform
 from lwkv.reference import Answer, Prompt, ReferenceEngine, generate, open_cache_engine
 from lwkv.steps import LayerSteps
-from lwkv.storage.disk_format import ALIGNMENT
+from lwkv.storage.disk.format import ALIGNMENT
 
 MakeEngine = Callable[..., ReferenceEngine]
 PROMPTS = [Prompt(list(range(first, first + count)), 5) for first, count in ((3, 16), (3, 27), (40, 9))]

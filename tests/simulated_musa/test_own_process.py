@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MEMORY = "tests/simulated_musa/test_memory.py"
-ARITHMETIC = "tests/test_prefix_arithmetic.py::test"
+ARITHMETIC = "tests/properties/test_prefix_arithmetic.py::test"
 LOADS = f"{ARITHMETIC}_loads_cover_what_is_cached_beyond_the_local_prefix_and_no_other_slot"
 SOME_ARITHMETIC = (
     f"{LOADS}[full chunks-as vLLM has it]",

@@ -17,7 +17,7 @@ from storage.servers import (
     tell,
 )
 
-from lwkv.storage.mooncake_client import MooncakeStore, connect, read_address
+from lwkv.storage.remote.mooncake.client import MooncakeStore, connect, read_address
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from storage.places import make_setup, open_only
 from storage.rig import NUM_LAYERS, PAGE_BYTES
 from storage.tier_calls import layer_keys, load
 
-from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
 from lwkv.storage import Status
-from lwkv.storage.disk import DiskTier
-from lwkv.storage.disk_format import FileForm, pack
-from lwkv.storage.disk_lock import used_in
+from lwkv.storage.disk.format import FileForm, pack
+from lwkv.storage.disk.lock import used_in
+from lwkv.storage.disk.tier import DiskTier
+from lwkv.telemetry.counters import Counters
 
 FORM = FileForm(NUM_LAYERS, PAGE_BYTES, "canonical")
 _GIB = 1 << 30

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from storage.faulty_tier import MemoryPages
 
-from lwkv.config import Config
-from lwkv.counters import Counters
+from lwkv.config.settings import Config
 from lwkv.storage import Tier, TierSetup
-from lwkv.storage.mooncake import MooncakeTier
-from lwkv.storage.tiers import open_tiers
+from lwkv.storage.registry import open_tiers
+from lwkv.storage.remote.mooncake.tier import MooncakeTier
+from lwkv.telemetry.counters import Counters
 
 OpenTier = Callable[[TierSetup], Tier]
 

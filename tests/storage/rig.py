@@ -8,11 +8,11 @@ from concurrent.futures import Future
 import numpy as np
 from storage.faulty_tier import LONG_S, FaultyTier
 
-from lwkv.counters import Counters
 from lwkv.keys import ChunkKey
 from lwkv.platforms.cpu import CPU
-from lwkv.pool import HostPool
+from lwkv.pool.host_pool import HostPool
 from lwkv.storage import Hold, LayerPages, StorageManager, Write
+from lwkv.telemetry.counters import Counters
 
 NUM_LAYERS = 3
 PAGE_BYTES = 5

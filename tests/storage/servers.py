@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from lwkv.errors import ConfigError
-from lwkv.storage.mooncake_client import import_mooncake
-from lwkv.storage.remote_url import parse_remote_url
-from lwkv.storage.shards import NUM_SLOTS
+from lwkv.storage.remote.mooncake.client import import_mooncake
+from lwkv.storage.remote.remote_url import parse_remote_url
+from lwkv.storage.remote.valkey.shards import NUM_SLOTS
 
 LONG_S = 20.0
 REDIS_OPTIONS = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")

@@ -13,9 +13,9 @@ import torch
 
 from lwkv.connectors import LayoutHints
 from lwkv.errors import ConfigError
-from lwkv.layout import KVSpec
+from lwkv.layouts.layout import KVSpec
+from lwkv.layouts.registration import Registered
 from lwkv.metadata import CacheMetadata
-from lwkv.registered import Registered
 
 _FP8 = {
     "fp8": torch.float8_e4m3fn,

@@ -13,20 +13,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from lwkv.engine import CacheEngine
-from lwkv.integrations.vllm.below import open_below
 from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
-from lwkv.integrations.vllm.chronicle import Chronicle
 from lwkv.integrations.vllm.events import as_event
 from lwkv.integrations.vllm.index import ChunkIndex
+from lwkv.integrations.vllm.kv_events import Chronicle
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
 from lwkv.integrations.vllm.settings import Settings, is_layerwise, read_settings
 from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
+from lwkv.integrations.vllm.tier_lookup import open_below
 from lwkv.integrations.vllm.versions import check_version
 from lwkv.integrations.vllm.worker import WorkerSide
 from lwkv.platforms import platform_for
-from lwkv.storage.tiers import tier_urls
+from lwkv.storage.registry import tier_urls
 
 log = logging.getLogger(__name__)
 

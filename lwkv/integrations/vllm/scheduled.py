@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lwkv.integrations.vllm.tracked import Tracked
+from lwkv.integrations.vllm.request_state import Tracked
 
 
 @dataclass(frozen=True, slots=True)

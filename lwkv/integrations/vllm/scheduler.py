@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from lwkv.config import Config
-from lwkv.integrations.vllm.chronicle import Chronicle, Removed, Stored
+from lwkv.config.settings import Config
 from lwkv.integrations.vllm.index import ChunkIndex
+from lwkv.integrations.vllm.kv_events import Chronicle, Removed, Stored
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders, unpacked
 from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.reports import StepReports
+from lwkv.integrations.vllm.request_state import Span, Tracked
 from lwkv.integrations.vllm.scheduled import Scheduled
-from lwkv.integrations.vllm.stale import StaleBlocks
-from lwkv.integrations.vllm.tracked import Span, Tracked
+from lwkv.integrations.vllm.stale_blocks import StaleBlocks
 from lwkv.transfer import Chunking
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
 from lwkv.integrations.vllm.presence import Presence
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import ChunkKey
-from lwkv.metrics import is_gauge
 from lwkv.platforms.protocol import Int64s
-from lwkv.rarely import Rarely
 from lwkv.steps import LayerSteps
+from lwkv.telemetry.log_throttle import Rarely
+from lwkv.telemetry.prometheus import is_gauge
 from lwkv.transfer import NO_SLOT
 
 log = logging.getLogger(__name__)

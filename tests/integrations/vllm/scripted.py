@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.orders import StepOrders

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lwkv.config import Config
+from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of

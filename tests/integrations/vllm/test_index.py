@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.tracked import ASK_AGAIN_S, Tracked
+from lwkv.integrations.vllm.request_state import ASK_AGAIN_S, Tracked
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.transfer import Chunking
 

@@ -5,9 +5,9 @@ import pytest
 from integrations.vllm.scripted import BLOCK, CHUNK, LAYERS, RankOfModel
 from oracle import held_completions, require_rest
 
-from lwkv import key_memo
 from lwkv.integrations.vllm.orders import Move, StepOrders, packed
 from lwkv.keys import chunk_keys
+from lwkv.pipeline import prompt_keys
 
 
 def move(keys: list[tuple[str, bytes]]) -> Move:
@@ -18,7 +18,7 @@ def move(keys: list[tuple[str, bytes]]) -> Move:
 def test_keys_that_come_with_the_orders_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = RankOfModel(0, 1, 16, 8, {})
     keys = chunk_keys(range(2 * CHUNK), CHUNK, rank.engine.namespace, ["salt"])
-    monkeypatch.setattr(key_memo, "chunk_keys", None)
+    monkeypatch.setattr(prompt_keys, "chunk_keys", None)
     rank.worker.begin(StepOrders(1, 0, [], [move([packed(keys)])]))
     assert rank.engine.keys(range(2 * CHUNK), ["salt"]) == keys
     rank.worker.close()

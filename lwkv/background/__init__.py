@@ -1,0 +1,1 @@
+"""Threads that work beside the engine, and how they end."""

@@ -1,0 +1,201 @@
+"""One question over several documents, by full prefill and by blends: how far apart their answers are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+from lwkv.blend import Blended, Blender, BlendRequest, Segment, Selector, SharedPrefix
+from lwkv.config.settings import Config
+from lwkv.connectors import Rope
+from lwkv.engine import CacheEngine
+from lwkv.platforms import Platform
+from lwkv.reference import Model, NoCache, PagedCache, Tokenizer, forward, open_cache_engine
+from lwkv.reference.batch import Part, build_batch
+from lwkv.reference.blending import ReferenceBlend
+from lwkv.reference.request import block_slots
+
+BLOCK_SIZE = 16
+CHUNK_SIZE = 128
+_BETWEEN = "\n\n"
+_CHAT = (
+    "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\nHere are the notes.",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
+_SYSTEM = (
+    "You are a helpful AI assistant. You answer questions about notes that people have left behind. "
+    "The notes come first, one after the other, in no special order, and the question comes last. "
+    "Read every note with care, since the answer is in one of them, or in several together. "
+    "Give the answer in a few words, and nothing else."
+)
+
+
+class Behind(Enum):
+    """What documents are computed behind when they are cached."""
+
+    NOTHING = "alone"
+    TEXT = "shared text"
+    CHAT = "shared beginning"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question whose answer, which contains `answer`, is in `documents`; it begins with `opening`."""
+
+    documents: tuple[str, ...]
+    question: str
+    opening: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One way's answer.
+
+    `kl` is the mean KL divergence of its predictions of the full prefill's answer from that one's own, in
+    nats. `first_token_s` is the wall clock's, up to the first token; `process_s` the process's for the same.
+    """
+
+    blended: Blended
+    kl: float
+    first_token_s: float
+    process_s: float
+
+
+class Unmoved(ReferenceBlend):
+    """The model, with keys left at the positions they were stored with."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.rope = Rope((0.0,) * len(self.rope.frequencies))
+
+
+class Trial:
+    """A model with one task after the other, one of which is begun at a time. The caller closes it.
+
+    Attributes:
+        tokens, segments: the task's prompt, and where the documents are in it.
+        answer: the full prefill's greedy one, `num_answer` tokens or up to the model's stop.
+        full_s, full_process_s: what the full prefill took, on the wall clock and of the process.
+
+    Args:
+        longest: tokens of the longest prompt with its answer.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        *,
+        num_answer: int,
+        longest: int,
+        platform: Platform | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self._num_answer = model, tokenizer, num_answer
+        num_blocks = -(-longest // BLOCK_SIZE)
+        self._cache = PagedCache(
+            model.shape,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        config = Config(
+            use_layerwise=True,
+            enable_blending=True,
+            chunk_size=CHUNK_SIZE,
+            max_local_cpu_size=1.0,
+            blend_min_tokens=0,
+        )
+        self.engine: CacheEngine = open_cache_engine(config, model, self._cache, "trial", platform=platform)
+        self._between = tokenizer.encode(_BETWEEN)
+        self._chat = tokenizer.encode(_CHAT[0].format(_SYSTEM))
+        self._prefixes: dict[Behind, SharedPrefix] = {
+            Behind.NOTHING: (),
+            Behind.TEXT: tokenizer.encode,
+            Behind.CHAT: self._chat,
+        }
+        # Falling, so that nothing works only where blocks happen to be in order.
+        self._blocks = list(range(num_blocks))[::-1]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def begin(self, task: Task) -> None:
+        """Compute the task in full."""
+        self.tokens, self.segments = list(self._chat), []
+        for text in task.documents:
+            self.tokens += self._between
+            document = self.tokenizer.encode(text)
+            self.segments.append(Segment(len(self.tokens), len(self.tokens) + len(document)))
+            self.tokens += document
+        self.tokens += self.tokenizer.encode(f"{_BETWEEN}{task.question}{_CHAT[1]}{task.opening}")
+        started, process = time.perf_counter(), time.process_time()
+        logits = self._forward(self.tokens, 0)[-1:]
+        self.answer = [int(logits.argmax())]
+        self.full_s, self.full_process_s = time.perf_counter() - started, time.process_time() - process
+        rest, more = self._decode(self.answer)
+        self.answer += rest
+        self._wanted = torch.cat([logits, *more]).log_softmax(-1)
+
+    def encode(self, behind: Behind = Behind.CHAT) -> None:
+        """Cache the task's documents."""
+        blender = self._blender(behind, True, None, None)
+        for start, end in blender.missing(self.tokens, self.segments):
+            slots = self._slots(blender.num_encoded(end - start))
+            blender.encode(self.tokens[start:end], slots)
+        if not self.engine.flush():
+            raise RuntimeError("not all was stored: a tier did not take it, or it took over 30 s")
+
+    def blend(
+        self, selector: Selector, share: float, *, behind: Behind = Behind.CHAT, moved: bool = True
+    ) -> Outcome:
+        """Blend the task's prompt, and follow the full prefill's answer."""
+        blender = self._blender(behind, moved, selector, share)
+        request = BlendRequest(self.tokens, self._slots(len(self.tokens)), self.segments)
+        self._cache.fill(float("nan"))
+        started, process = time.perf_counter(), time.process_time()
+        (blended,) = blender.prefill([request])
+        int(blended.logits.argmax())  # waits for the device
+        wall, process = time.perf_counter() - started, time.process_time() - process
+        logits = [blended.logits[None]]
+        if len(self.answer) > 1:
+            logits.append(self._forward(self.answer[:-1], len(self.tokens)))
+        found = torch.cat(logits).log_softmax(-1)
+        kl = kl_div(found, self._wanted, log_target=True, reduction="none").sum(-1).mean().clamp_min(0)
+        return Outcome(blended, float(kl), wall, process)
+
+    def say(self, outcome: Outcome) -> str:
+        """The greedy answer of the last `blend`, as text."""
+        first = [int(outcome.blended.logits.argmax())]
+        return self.tokenizer.decode([*first, *self._decode(first)[0]]).strip()
+
+    def _decode(self, first: Sequence[int]) -> tuple[list[int], list[Tensor]]:
+        """The tokens that follow the prompt and `first`, and the logits that they were taken from."""
+        tokens, logits = list(first), []
+        while len(tokens) < self._num_answer and tokens[-1] not in self.tokenizer.stop_tokens:
+            logits.append(self._forward(tokens[-1:], len(self.tokens) + len(tokens) - 1))
+            tokens.append(int(logits[-1].argmax()))
+        return tokens[len(first) :], logits
+
+    def _blender(
+        self, behind: Behind, moved: bool, selector: Selector | None, share: float | None
+    ) -> Blender:
+        model = ReferenceBlend(self.model) if moved else Unmoved(self.model)
+        prefix = self._prefixes[behind]
+        return Blender(self.engine, model, shared_prefix=prefix, selector=selector, share=share)
+
+    def _slots(self, count: int) -> Tensor:
+        return block_slots(self._blocks, count, BLOCK_SIZE)
+
+    def _forward(self, tokens: Sequence[int], start: int) -> Tensor:
+        """Compute tokens at positions from `start` on, over what is in the cache; the logits of each."""
+        batch = build_batch([Part(tokens, start, self._blocks)], BLOCK_SIZE, self.model.device)
+        everyone = torch.arange(len(tokens), device=self.model.device)
+        return forward(self.model, self._cache, replace(batch, last_rows=everyone), NoCache())

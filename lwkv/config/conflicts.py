@@ -1,0 +1,81 @@
+"""Settings that are fine each and cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from lwkv.config.messages import Origins, shown
+from lwkv.config.values import CHECK_LAYERS, RECOMPUTE_RATIOS
+from lwkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lwkv.config.settings import Config
+
+Conflict = tuple[tuple[str, ...], str]
+
+
+def refuse_conflicts(config: Config, origins: Origins) -> None:
+    """Raise ConfigError naming every contradiction: the keys, their values and where they came from."""
+    lines = [
+        f"{' and '.join(_told(config, key, origins) for key in keys)}: {advice}"
+        for keys, advice in [*_blending(config), *_staging(config), *_tiers(config)]
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _told(config: Config, key: str, origins: Origins) -> str:
+    field = key.split(".")[0]
+    unnamed = "argument" if field in config.model_fields_set else "default"
+    return f"{key}={shown(attrgetter(key)(config))} ({origins.get(field, unnamed)})"
+
+
+def _blending(config: Config) -> Iterator[Conflict]:
+    if not config.enable_blending:
+        return
+    if not config.use_layerwise:
+        yield ("enable_blending", "use_layerwise"), "blending goes layer by layer; set use_layerwise to true"
+    if not config.use_gpu:
+        yield (
+            ("enable_blending", "use_gpu"),
+            "blending needs the staging buffer on the device; set use_gpu to true",
+        )
+    yield from _ratios(len(config.blend_check_layers or CHECK_LAYERS), config.blend_recompute_ratios)
+
+
+def _ratios(layers: int, given: tuple[float, ...] | None) -> Iterator[Conflict]:
+    ratios = given or RECOMPUTE_RATIOS
+    if layers != len(ratios):
+        advice = f"{layers} check layers and {len(ratios)} ratios; give every check layer its ratio"
+        yield ("blend_check_layers", "blend_recompute_ratios"), advice
+    if any(a < b for a, b in pairwise(ratios)):
+        yield ("blend_recompute_ratios",), "each layer chooses among those chosen before; let ratios descend"
+    elif ratios[0] > 0 and ratios[-1] == 0:
+        yield ("blend_recompute_ratios",), "the last is what is computed; let it be above 0, or all be 0"
+
+
+def _staging(config: Config) -> Iterator[Conflict]:
+    if not config.use_gpu and "staging_bytes" in config.extra_config.model_fields_set:
+        yield (
+            ("use_gpu", "extra_config.staging_bytes"),
+            "without use_gpu staging is as small as can be; leave staging_bytes out or set use_gpu to true",
+        )
+
+
+def _tiers(config: Config) -> Iterator[Conflict]:
+    if config.max_host_bytes == 0:
+        advice = "pages are in host memory, if only on their way; give it a size above 0"
+        yield ("local_cpu", "max_local_cpu_size"), advice
+    if config.write_policy == "write_back" and not config.local_cpu:
+        advice = "what host memory does not keep is written at once; set write_policy to write_through"
+        yield ("write_policy", "local_cpu"), advice
+    if config.local_disk and config.max_disk_bytes == 0:
+        yield ("local_disk", "max_local_disk_size"), "give the disk tier a size above 0"
+    if not (config.local_cpu or config.local_disk or config.remote_url):
+        yield ("local_cpu", "local_disk", "remote_url"), "pages have no place to be; switch one of them on"
+    if config.reserve_bytes > config.max_host_bytes:
+        advice = "reserve_gib is at most max_local_cpu_size"
+        yield ("extra_config.reserve_gib", "max_local_cpu_size"), advice

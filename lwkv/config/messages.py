@@ -1,0 +1,128 @@
+"""The texts of configuration errors: key, value got, where it came from, what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from reprlib import Repr
+
+from pydantic import BaseModel, ValidationError
+
+from lwkv.config.values import Allowed
+
+
+class Origins(dict[str, str]):
+    """Where the value of each setting came from; those that are missing came as arguments."""
+
+
+_SECRET = re.compile("pas|secret|token|user|credential", re.IGNORECASE)
+HIDDEN = "***"
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
+_LOGIN = re.compile(r"(?<=://)\S*@")
+_MOST_CHARS = 200
+_MOST_LINES = 30
+
+
+class _Short(Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _MOST_CHARS
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()  # Python refuses to write out very long numbers
+        return super().repr_int(x, level) if bits < _MOST_CHARS else f"a number of {bits} bits"
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """Show a value in an error text: as `repr`, with the middle of what is long left out, and no password."""
+    return without_login(_short.repr(value))
+
+
+def clipped(text: str) -> str:
+    """Text as it is, or its beginning where it is long; no password."""
+    text = without_login(text)
+    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+
+
+def without_login(text: str) -> str:
+    """Cut user and password out of the URLs in a text."""
+    return _LOGIN.sub("***@", text)
+
+
+def is_secret(text: str) -> bool:
+    """Whether a text speaks of passwords and the like."""
+    return _SECRET.search(text) is not None
+
+
+def shown_inside(value: object) -> str:
+    """Show a value that has names in it, unless one of them is a secret's."""
+    return shown_unless_secret("", value)
+
+
+def shown_unless_secret(name: str, value: object) -> str:
+    """Show the value of a setting that nobody knows, unless its name, or a name within, is a secret's."""
+    told = shown(value)
+    return HIDDEN if is_secret(f"{name} {told}") else told
+
+
+def shown_address(value: object) -> str:
+    """Show what no password can be in of an address that cannot be read: its scheme, what follows an @."""
+    if not isinstance(value, str) or "@" not in value:
+        return HIDDEN
+    scheme = _SCHEME.match(value)
+    return _short.repr(f"{scheme[0] if scheme else ''}{HIDDEN}@{value.rpartition('@')[2]}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Say which known name is nearest to `name`; empty where none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Join the lines of an error text; where there are very many, the first of them."""
+    told = list(dict.fromkeys(lines))
+    left_out = [f"... and {len(told) - _MOST_LINES} more"] if len(told) > _MOST_LINES else []
+    return "\n".join([*told[:_MOST_LINES], *left_out])
+
+
+def allowed_of(model: type[BaseModel], key: str) -> Allowed:
+    """Look up what `key` of `model` takes."""
+    (allowed,) = (item for item in model.model_fields[key].metadata if isinstance(item, Allowed))
+    return allowed
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], values: Mapping[str, object], origins: Origins
+) -> str:
+    """Tell every problem of `error`, a line each; keys not in `origins` came as arguments."""
+    lines = (_explain(item["loc"], model, values, origins) for item in error.errors(include_url=False))
+    return joined(lines)
+
+
+def _explain(
+    place: tuple[int | str, ...], model: type[BaseModel], values: Mapping[str, object], origins: Origins
+) -> str:
+    key = str(place[0])
+    value, origin, inner = values.get(key), origins.get(key, "argument"), model.model_fields[key].annotation
+    if len(place) == 1 or not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        got = {"remote_url": shown_address, "extra_config": shown_inside}.get(key, shown)(value)
+        return f"{key}: got {got} ({origin}); allowed: {allowed_of(model, key).values}"
+    name, extras = str(place[1]), value if isinstance(value, Mapping) else {}
+    item = {str(extra): given for extra, given in extras.items()}.get(name)
+    if name not in inner.model_fields:
+        return f"{key}.{unknown_key(name, item, origin, inner.model_fields)}"
+    return f"{key}.{name}: got {shown(item)} ({origin}); allowed: {allowed_of(inner, name).values}"
+
+
+def unknown_key(key: str, value: object, origin: str, known: Iterable[str]) -> str:
+    """Tell that nobody knows `key`, which key is near, and which keys there are."""
+    names = sorted(known)
+    near = did_you_mean(key, names)
+    got = f"{clipped(key)}: got {shown_unless_secret(key, value)} ({origin})"
+    return f"{got}, but there is no such key{near}; allowed: {', '.join(names)}"

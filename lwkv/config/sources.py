@@ -1,0 +1,137 @@
+"""Where settings come from: a YAML file and the environment. Both are read with the same words."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+import yaml
+
+from lwkv.config.messages import (
+    HIDDEN,
+    clipped,
+    did_you_mean,
+    is_secret,
+    joined,
+    shown,
+    shown_inside,
+    shown_unless_secret,
+)
+from lwkv.errors import ConfigError
+
+PREFIX = "LWKV_"
+RESERVED = (
+    *("LWKV_CONFIG_FILE", "LWKV_LOG_LEVEL", "LWKV_PLATFORM"),
+    *("LWKV_REMOTE_USER", "LWKV_REMOTE_PASSWORD"),
+)
+_TAG = "tag:yaml.org,2002:"
+_MOST_LEVELS = 8
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML 1.2 scalars: 1e3 is a number, 010 is ten, `no` is text.
+
+    Refused are keys given twice, and what no setting needs: aliases, tags and deep nesting.
+    """
+
+    _level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _refusal("aliases (*name) are not taken; write the value out", event.start_mark)
+        if event.tag is not None:
+            raise _refusal(f"tags such as {event.tag!r} are not taken; leave the tag out", event.start_mark)
+        self._level += 1
+        if self._level > _MOST_LEVELS:
+            raise _refusal(f"nested deeper than {_MOST_LEVELS} levels", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = Counter(str(key.value) for key, _ in node.value)
+        twice = sorted(name for name, count in names.items() if count > 1)
+        if twice:
+            raise _refusal(f"keys given twice: {shown(twice)}", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node))
+
+
+def _refusal(problem: str, mark: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]{1,18}", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
+
+
+def read_file(path: str | PathLike[str], told_by: str) -> dict[str, object]:
+    """Read a YAML file of settings; an empty file has none.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, is no mapping, gives a key twice, or has aliases,
+            tags or more than 8 levels; `told_by` says who named the file.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, _Loader)  # a SafeLoader
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"configuration file {fspath(path)!r} ({told_by}) cannot be read: {error}"
+        ) from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"configuration file {fspath(path)!r} ({told_by}): got {shown_inside(values)}; "
+            "allowed: lines of `key: value`"
+        )
+    return {str(key): value for key, value in values.items()}
+
+
+def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, object]:
+    """Take the settings out of `environ`; `kinds` gives the kind of every key.
+
+    Text stays as it is; everything else is read as in a file, and lists may be written 1,2.
+
+    Raises:
+        ConfigError: a variable with lwkv's prefix names no setting, or is no mapping that can be read.
+    """
+    names = {f"{PREFIX}{key.upper()}": key for key in kinds}
+    given = sorted(name for name in environ if name.startswith(PREFIX) and name not in RESERVED)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ConfigError(joined(_no_setting(name, environ[name], [*names, *RESERVED]) for name in unknown))
+    return {names[name]: _read_text(name, environ[name], kinds[names[name]]) for name in given}
+
+
+def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
+    near, names = did_you_mean(name, known), ", ".join(sorted(known))
+    value = shown_unless_secret(name, text)
+    return f"environment variable {clipped(name)}={value} names no setting{near}; allowed: {names}"
+
+
+def _read_text(name: str, text: str, kind: str) -> object:
+    if kind == "text" or not text.strip():
+        return text
+    try:
+        return yaml.load(f"[{text}]" if "," in text and text.strip()[0] not in "[{" else text, _Loader)
+    except yaml.YAMLError as error:
+        if kind == "mapping":
+            told = f"{HIDDEN} cannot be read" if is_secret(text) else f"{shown(text)} cannot be read: {error}"
+            raise ConfigError(f"environment variable {name}={told}") from None
+        return text

@@ -1,0 +1,143 @@
+"""A transfer made ready for one device: row tables there, page sizes and slices here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lwkv.connectors.row_tables import Uploads
+from lwkv.kernels import Rows, Sharing
+from lwkv.layouts.paged_layer import PagedLayer
+from lwkv.platforms import CopyBatch, Int64s
+from lwkv.pool.host_pool import HostPool
+from lwkv.pool.page_copies import LayerCopies
+from lwkv.transfer import PageShape, Transfer
+
+FIRST_LAYERS = 2
+ALIGNMENT = 16
+
+
+def page_shape(layer: PagedLayer, chunk_size: int) -> PageShape:
+    """How pages of `layer` are cut into rows."""
+    return PageShape(layer.parts, chunk_size // layer.tokens_per_row, layer.tokens_per_row)
+
+
+class Slice(NamedTuple):
+    """The rows that are moved of the chunks of one staging buffer.
+
+    These are rows [first_row, last_row) of all that the transfer moves.
+    """
+
+    first_row: int
+    last_row: int
+    rows: Rows
+
+
+class Cut:
+    """How transfers are cut: in chunks of `chunk_size` tokens, and so many chunks in a staging buffer.
+
+    Attributes:
+        shape: of all pages, if rows of all layers are of one size, too; else None.
+        may_share: whether several layers may share a staging buffer: they differ only in where they are.
+        full_rows: for each shape of pages, where K and V rows of full chunks lie in a staging buffer full of
+            them: int64 (2, rows), on the device. The same for every request.
+    """
+
+    def __init__(self, layers: Sequence[PagedLayer], chunk_size: int, chunks_per_slice: int) -> None:
+        self.chunk_size = chunk_size
+        self.chunks_per_slice = chunks_per_slice
+        forms = {(page_shape(layer, chunk_size), layer.row_bytes) for layer in layers}
+        self.shape = next(iter(forms))[0] if len(forms) == 1 else None
+        full = Transfer(np.full(chunks_per_slice, chunk_size), np.arange(chunks_per_slice * chunk_size))
+        rows = {shape: torch.from_numpy(full.rows(shape, chunks_per_slice)[0][1:]) for shape, _ in forms}
+        self.full_rows = {shape: numbers.to(layers[0].device) for shape, numbers in rows.items()}
+        whole = layers[0].page_bytes(chunk_size) % ALIGNMENT == 0
+        self.may_share = whole and len({layer.form for layer in layers}) == 1
+
+    def layers_together(self, num_chunks: int) -> int:
+        """How many layers of so many chunks may share a staging buffer; at least 1."""
+        return max(1, self.chunks_per_slice // num_chunks) if self.may_share and num_chunks else 1
+
+
+class Plan:
+    """A transfer cut into slices of as many chunks as a staging buffer holds, or several layers in one.
+
+    The copies need nothing of the device; the rows, made and uploaded on first use, come after them.
+
+    Attributes:
+        num_slices: slices of every layer.
+        together: layers that share a staging buffer: 1 unless all pages are known and all layers alike.
+
+    Args:
+        pages: of all layers, int64 (layers, chunks), if they are known: copies are made together where layers
+            are alike.
+    """
+
+    def __init__(
+        self, transfer: Transfer, uploads: Uploads, pool: HostPool, cut: Cut, pages: Int64s | None = None
+    ) -> None:
+        self.transfer = transfer
+        self.uploads = uploads
+        self._pool = pool
+        self._cut = cut
+        self._known = pages if cut.shape else None
+        self.num_slices = -(-transfer.num_chunks // cut.chunks_per_slice)
+        self.together = 1 if self._known is None else cut.layers_together(transfer.num_chunks)
+        self._slices: dict[PageShape, list[Slice]] = {}
+        self._prepared: list[LayerCopies] = []
+        self._num_prepared = 0
+
+    def only(self, chunks: npt.NDArray[np.bool_]) -> Plan:
+        """The same without the chunks that are False, bool (chunks,)."""
+        return Plan(self.transfer.only(chunks), self.uploads, self._pool, self._cut)
+
+    def slices(self, layer: PagedLayer) -> list[Slice]:
+        """The rows of `layer` to move, a staging buffer at a time."""
+        shape = self._cut.shape or page_shape(layer, self._cut.chunk_size)
+        if shape not in self._slices:
+            whole = self.transfer.is_whole(self._cut.chunk_size)
+            self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
+        return self._slices[shape]
+
+    def sharing(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> Sharing:
+        """What is moved of layers that lie in one staging buffer, page behind page."""
+        layer_bytes = self.transfer.num_chunks * layers[0].page_bytes(self._cut.chunk_size)
+        return Sharing(layers, staging, layer_bytes, rows)
+
+    def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
+        """The copies of slice `number` of layers like `layer` that share a buffer.
+
+        `pages` are those of the first of them, int64 (chunks,), unless known before.
+        """
+        if self._known is None:
+            return self._make_copies(number, layer, pages[None]).batch(0, 1)
+        if layers.stop > self._num_prepared:
+            # The first layers by themselves: they are in a hurry.
+            self._num_prepared = FIRST_LAYERS if layers.stop <= FIRST_LAYERS else len(self._known)
+            known = self._known[: self._num_prepared]
+            self._prepared = [self._make_copies(i, layer, known) for i in range(self.num_slices)]
+        return self._prepared[number].batch(layers.start, layers.stop)
+
+    def _make_copies(self, number: int, layer: PagedLayer, pages: Int64s) -> LayerCopies:
+        """Those of slice `number` of layers that are all like `layer`; `pages` is int64 (layers, chunks)."""
+        cut = self._cut
+        start = number * cut.chunks_per_slice
+        chunks, page_bytes = slice(start, start + cut.chunks_per_slice), layer.page_bytes(cut.chunk_size)
+        sizes = self.transfer.chunk_tokens[chunks] * page_bytes // cut.chunk_size
+        return self._pool.copy_batches(pages[:, chunks], sizes, page_bytes)
+
+    def _full_slices(self, shape: PageShape) -> list[Slice]:
+        slots = self.transfer.row_slots(shape.tokens_per_row)
+        on_device, full = self.uploads.send(torch.from_numpy(slots)), self._cut.full_rows[shape]
+        bounds = [*range(0, len(slots), self._cut.chunks_per_slice * shape.rows), len(slots)]
+        return [Slice(a, b, Rows(on_device[a:b], *full[:, : b - a].unbind())) for a, b in pairwise(bounds)]
+
+    def _make_slices(self, shape: PageShape) -> list[Slice]:
+        numbers, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice)
+        on_device = self.uploads.send(torch.from_numpy(numbers))
+        return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]

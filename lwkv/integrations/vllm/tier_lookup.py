@@ -1,0 +1,66 @@
+"""The tiers below host memory as the scheduler sees them: it asks what is there, and moves nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from functools import partial
+
+from lwkv.config.settings import Config
+from lwkv.integrations.vllm.reports import RankInfo
+from lwkv.keys import ChunkKey
+from lwkv.storage import Tier, TierSetup
+from lwkv.storage.circuit_breaker import Calls
+from lwkv.storage.registry import open_tiers
+from lwkv.telemetry.counters import Counters
+
+ANSWER_S = 0.5
+"""Seconds that a lookup waits for a tier; what is not told by then is computed."""
+
+
+class LowerTier:
+    """One tier. One that takes too long, or fails, has nothing, and is not asked for a while."""
+
+    def __init__(self, tier: Tier, counters: Counters) -> None:
+        self._tier = tier
+        self._calls = Calls(tier.name, "lookup", 1, ANSWER_S, counters, time.monotonic)
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        call = self._calls.submit(partial(self._tier.contains, keys, ANSWER_S))
+        wait([call], ANSWER_S)
+        answered = call.done() and not call.cancelled() and call.exception() is None
+        found = call.result() if answered else []
+        return found if len(found) == len(keys) else [False] * len(keys)
+
+    def close(self) -> None:
+        if self._calls.close(ANSWER_S):
+            self._tier.close()
+
+
+class LowerTiers:
+    """One rank's tiers below host memory, nearest first; see `open_below`."""
+
+    def __init__(self, tiers: Sequence[LowerTier]) -> None:
+        self._tiers = tiers
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether each chunk is in one of the tiers."""
+        found = [False] * len(keys)
+        for tier in self._tiers:
+            rest = [i for i, there in enumerate(found) if not there]
+            if rest:
+                for i, there in zip(rest, tier.contains([keys[i] for i in rest]), strict=True):
+                    found[i] = there
+        return found
+
+    def close(self) -> None:
+        for tier in self._tiers:
+            tier.close()
+
+
+def open_below(config: Config, info: RankInfo) -> LowerTiers:
+    """Open a rank's lower tiers a second time, for lookups. Raises ConfigError."""
+    counters = Counters()
+    setup = TierSetup(config, info.num_layers, info.page_bytes, info.page_format, counters)
+    return LowerTiers([LowerTier(tier, counters) for tier in open_tiers(setup)])

@@ -1,0 +1,1 @@
+"""What an engine registers: its KV tensors, described by shape, strides and spec."""

@@ -1,0 +1,1 @@
+"""One batch, in both directions: retrieve and store, layer by layer."""

@@ -1,0 +1,1 @@
+"""Page-locked host memory, cut into pages."""

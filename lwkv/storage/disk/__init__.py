@@ -1,0 +1,1 @@
+"""The disk tier: one file a chunk."""

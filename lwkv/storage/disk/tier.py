@@ -1,0 +1,146 @@
+"""The disk tier: one file a chunk in a folder, which survives restarts and may be shared by processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from functools import partial
+
+import torch
+
+from lwkv.background.workers import Workers
+from lwkv.config.settings import Config
+from lwkv.errors import ClosedError, ConfigError
+from lwkv.keys import ChunkKey, LayerKey
+from lwkv.storage.disk.checksum import checksum_by
+from lwkv.storage.disk.folder import Folder
+from lwkv.storage.disk.format import FileForm
+from lwkv.storage.disk.header_cache import Headers
+from lwkv.storage.disk.io import reads_directly
+from lwkv.storage.disk.reader import DiskReader
+from lwkv.storage.disk.writer import DiskWriter
+from lwkv.storage.tier import Status, TierSetup
+from lwkv.telemetry.counters import Counters
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 8
+
+
+class DiskTier:
+    """Chunks of one form in a folder. Layers become visible together, when the file has its last name.
+
+    Whatever is not the file that was written is a miss, a counter and a line in the log, and set aside.
+    """
+
+    name = "disk"
+
+    def __init__(self, folder: Folder, form: FileForm, counters: Counters) -> None:
+        headers = Headers()
+        self._folder = folder
+        self._reader = DiskReader(folder, form, headers, counters)
+        self._writer = DiskWriter(folder, form, headers)
+        self._workers = Workers("disk-read", NUM_THREADS)
+        self._closed = False
+
+    def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
+        self._require_open()
+        texts = [key.to_string() for key in keys]
+        there = [self._reader.is_there(text) for text in texts]
+        self._folder.touch([text for text, found in zip(texts, there, strict=True) if found])
+        return there
+
+    def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+        self._require_open()
+        size = max(1, -(-len(keys) // NUM_THREADS))
+        starts = range(0, len(keys), size)
+        # First come, first served: the threads finish one layer before they begin with the next.
+        parts = [
+            self._workers.submit(
+                partial(self._read_all, keys[start : start + size], pages[start : start + size])
+            )
+            for start in starts
+        ]
+        wait(parts)  # all of them: where one failed, another may still be filling its pages
+        return [status for part in parts for status in part.result()]
+
+    def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+        self._require_open()
+        chunks: dict[ChunkKey, dict[int, torch.Tensor]] = {}
+        for (chunk, layer), page in zip(keys, pages, strict=True):
+            chunks.setdefault(chunk, {})[layer] = page
+        kept = {chunk: self._put_chunk(chunk.to_string(), layers) for chunk, layers in chunks.items()}
+        return [Status.OK if kept[key.chunk] else Status.ERROR for key in keys]
+
+    def close(self) -> None:
+        self._closed = True
+        self._workers.close(0)
+        self._writer.close()
+
+    def gauges(self) -> dict[str, int]:
+        """What is there now."""
+        return {"used_bytes": self._folder.used_bytes, "files": self._folder.num_files}
+
+    def _read_all(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]) -> list[Status]:
+        return [self._reader.read(key, page) for key, page in zip(keys, pages, strict=True)]
+
+    def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> bool:
+        if not self._writer.is_writing(key) and (self._reader.is_there(key) or self._folder.has(key)):
+            return True
+        return self._writer.put(key, pages)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the disk tier is closed")
+
+
+def open_tier(url: str, setup: TierSetup) -> DiskTier:
+    """Open the folder of a file:// URL, which has to be there. Raises ConfigError."""
+    path, limit = _path(url), setup.config.max_disk_bytes
+    form = FileForm(setup.num_layers, setup.page_bytes, setup.page_format)
+    if form.file_bytes > limit:
+        raise ConfigError(
+            f"max_local_disk_size holds {limit} bytes, but one chunk needs {form.file_bytes}: raise it"
+        )
+    try:
+        direct, timeout_s = reads_directly(path), setup.config.load_timeout_s
+        folder = Folder(path, limit, direct, setup.counters, timeout_s=timeout_s)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    log.info("tier disk: %s has %d files; %s", path, folder.num_files, _way(folder.direct))
+    return DiskTier(folder, form, setup.counters)
+
+
+def examine(url: str, config: Config) -> Mapping[str, str]:
+    """Tell how the folder is. Raises ConfigError where it cannot be used."""
+    path = _path(url)
+    try:
+        direct, free = reads_directly(path), os.statvfs(path)
+        folder = Folder(path, 1 << 62, direct, Counters())  # nothing is removed
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return {
+        "folder": path,
+        "files": str(folder.num_files),
+        "used": f"{folder.used_bytes / 2**30:.2f} of {config.max_local_disk_size:g} GiB",
+        "free on its file system": f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB",
+        "reads and writes": _way(direct),
+        "checksums by": checksum_by() + (": the package isal is faster" if checksum_by() == "zlib" else ""),
+    }
+
+
+def _path(url: str) -> str:
+    return url.removeprefix("file://")
+
+
+def _way(direct: bool) -> str:
+    return "direct (O_DIRECT)" if direct else "buffered: this file system refuses O_DIRECT"
+
+
+def _unusable(path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"local_disk: {path!r} cannot be used: {error.strerror or error}; give a folder that is there and "
+        "can be written to, or leave local_disk out"
+    )

@@ -1,0 +1,148 @@
+"""The host tier: which chunks have all their layers in the host pool."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool.host_pool import HostPool
+
+CHUNKS_AT_A_TIME = 32
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A complete chunk: one page a layer, int64 (layers,). It owns one reference to each page."""
+
+    pages: Int64s
+    pins: int = 0
+
+
+class Watcher(Protocol):
+    """Is told what becomes visible and what goes, in order, under the tier's lock: it must not block."""
+
+    def kept(self, keys: Sequence[ChunkKey]) -> None: ...
+
+    def dropped(self, keys: Sequence[ChunkKey]) -> None: ...
+
+
+class HostTier:
+    """Complete chunks in the host pool, least recently used first.
+
+    A chunk enters with all its layers and leaves with all its layers, so that it is visible whole or not at
+    all. A pinned chunk is never evicted, nor one whose pages a lower tier still reads. Thread-safe.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.evicted = 0
+        self.watcher: Watcher | None = None
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def pins(self) -> int:
+        with self._lock:
+            return sum(chunk.pins for chunk in self._chunks.values())
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._lock:
+            return [key in self._chunks for key in keys]
+
+    def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
+        """Pin every chunk that is here, in the order of `keys`; `unpin` ends it. None after `close`."""
+        with self._lock:
+            if self._closed:
+                return [None] * len(keys)
+            found = [self._chunks.get(key) for key in keys]
+            # Deep chunks are of no use without those before them, so they are to go first.
+            for key, chunk in zip(reversed(keys), reversed(found), strict=True):
+                if chunk is not None:
+                    chunk.pins += 1
+                    self._chunks.move_to_end(key)
+            return found
+
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                chunk.pins -= 1
+            dropped = self._take_unpinned() if self._closed else []
+        self._release(dropped)
+
+    def insert(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        """Make complete chunks visible, taking over the caller's page references; what is here stays."""
+        surplus: list[Int64s] = []
+        with self._lock:
+            for key, chunk in zip(reversed(keys), reversed(chunks), strict=True):
+                if self._closed or key in self._chunks:
+                    surplus.append(chunk.pages)
+                else:
+                    self._chunks[key] = chunk
+            if self.watcher is not None:
+                self.watcher.kept(keys)
+        self._release(surplus)
+
+    def evictable(self) -> int:
+        """How many pages `evict` could free; looks at every chunk."""
+        with self._lock:
+            return sum(len(self._chunks[key].pages) for key in self._evictable())
+
+    def evict(self, num_pages: int) -> bool:
+        """Free `num_pages` pages or more, least recently used chunks first; none where too few can go."""
+        with self._lock:
+            victims = self._oldest(num_pages)
+            if victims is None:
+                return False
+            dropped = [self._chunks.pop(key).pages for key in victims]
+            self.evicted += len(dropped)
+            if self.watcher is not None:
+                self.watcher.dropped(victims)
+        self._release(dropped)
+        return True
+
+    def close(self) -> None:
+        """Drop every chunk, a pinned one with its last pin, and keep none from now on."""
+        with self._lock:
+            self._closed = True
+            dropped = self._take_unpinned()
+        self._release(dropped)
+
+    def _oldest(self, num_pages: int) -> list[ChunkKey] | None:
+        """The chunks that are to go for `num_pages` pages; None where all that can go have fewer."""
+        victims: list[ChunkKey] = []
+        evictable = self._evictable()
+        while num_pages > 0:
+            key = next(evictable, None)
+            if key is None:
+                return None
+            victims.append(key)
+            num_pages -= len(self._chunks[key].pages)
+        return victims
+
+    def _evictable(self) -> Iterator[ChunkKey]:
+        unpinned = (item for item in self._chunks.items() if not item[1].pins)
+        # Many at a time: the pool is asked, and its lock taken, once for all of them.
+        while some := list(islice(unpinned, CHUNKS_AT_A_TIME)):
+            pages = np.concatenate([chunk.pages for _, chunk in some]).reshape(len(some), -1)
+            is_read = np.logical_or.reduce(self._pool.shared(pages), axis=1)
+            yield from (key for (key, _), read in zip(some, is_read, strict=True) if not read)
+
+    def _take_unpinned(self) -> list[Int64s]:
+        unpinned = [key for key, chunk in self._chunks.items() if not chunk.pins]
+        return [self._chunks.pop(key).pages for key in unpinned]
+
+    def _release(self, pages: Sequence[Int64s]) -> None:
+        if pages:
+            self._pool.release(np.concatenate(pages))

@@ -1,0 +1,134 @@
+"""The tiers below host memory: which of them has a chunk, and when each of them gets one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+
+from lwkv.keys import ChunkKey
+from lwkv.pool.host_pool import HostPool
+from lwkv.storage.guard import Guard
+from lwkv.storage.host_tier import Chunk
+
+Debt = tuple[Sequence[Guard], ChunkKey, Chunk]
+
+
+class LowerTiers:
+    """Lower tiers, nearest first. Thread-safe.
+
+    Chunks are copied as soon as they are complete. With `write_back` they are copied when the chunks not
+    copied yet have more than half of the pool, those stored longest ago first, or with `settle`. Until a
+    chunk has been copied its pages have one reference more, so that it is not evicted. What a tier that is
+    left alone does not take stays to be copied, up to that half; the rest is given up.
+    """
+
+    def __init__(self, guards: Sequence[Guard], pool: HostPool, write_back: bool) -> None:
+        self.guards = guards
+        self._pool = pool
+        self._write_back = write_back
+        self._debts: deque[Debt] = deque()
+        self._pages_owed = 0
+        self._given_up = 0
+        self._lock = threading.Lock()
+
+    def find(self, keys: Sequence[ChunkKey], known: Sequence[bool]) -> list[Guard | None]:
+        """For each key that is not `known`, the nearest tier that has it."""
+        found: list[Guard | None] = [None] * len(keys)
+        for guard in self.guards:
+            rest = [i for i, there in enumerate(known) if not there and found[i] is None]
+            for i, there in zip(rest, guard.contains([keys[i] for i in rest]), strict=True):
+                found[i] = guard if there else None
+        return found
+
+    def nearer_than(self, guard: Guard | None) -> Sequence[Guard]:
+        """The tiers that are asked before `guard`."""
+        return self.guards[: self.guards.index(guard)] if guard is not None else ()
+
+    def keep(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk) -> None:
+        """Have these tiers get a complete chunk, now or later; takes references to its pages of its own."""
+        if not guards:
+            return
+        self._pool.share(chunk.pages)
+        if self._owe((guards, key, chunk)):
+            self._settle(self._pool.max_pages // 2)
+        else:
+            self._pay((guards, key, chunk))
+
+    def settle(self) -> None:
+        """Start to copy all that is not copied yet."""
+        self._settle(0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Copy all that is not copied yet; False if that took longer than `timeout_s` seconds, or a tier did
+        not take all that it was to get since the last call."""
+        self.settle()
+        idle = self.wait_idle(timeout_s)
+        with self._lock:
+            given_up, self._given_up = self._given_up, 0
+            return idle and not given_up and not self._debts
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        return all(guard.wait_idle(deadline - time.monotonic()) for guard in self.guards)
+
+    def close(self, timeout_s: float) -> bool:
+        """Copy what is not copied yet, then close all; False if that took longer than `timeout_s` seconds."""
+        with self._lock:
+            self._write_back = False  # what comes from now on is refused by the tiers, and kept by nobody
+        self.settle()
+        deadline = time.monotonic() + timeout_s
+        ended = [guard.close(deadline - time.monotonic()) for guard in self.guards]
+        return all(ended)
+
+    def _settle(self, most_pages: int) -> None:
+        for _ in range(len(self._debts)):  # no more often: what a tier does not take comes back
+            if (debt := self._next_debt(most_pages)) is not None:
+                self._pay(debt)
+
+    def _owe(self, debt: Debt, most_pages: float = float("inf")) -> bool:
+        """Note that a chunk is to be copied later, if there are no more than `most_pages` then; takes over a
+        reference to its pages."""
+        num_pages = len(debt[2].pages)
+        with self._lock:
+            if not self._write_back or self._pages_owed + num_pages > most_pages:
+                return False
+            self._debts.append(debt)
+            self._pages_owed += num_pages
+            return True
+
+    def _pay(self, debt: Debt) -> None:
+        guards, key, chunk = debt
+        with ExitStack() as ending:
+            ending.callback(self._pool.release, chunk.pages)
+            self._write(guards, key, chunk)
+
+    def _next_debt(self, most_pages: int) -> Debt | None:
+        with self._lock:
+            if self._pages_owed <= most_pages:
+                return None
+            debt = self._debts.popleft()
+            self._pages_owed -= len(debt[2].pages)
+            return debt
+
+    def _write(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk) -> None:
+        for guard in guards:
+            self._pool.share(chunk.pages)
+            with ExitStack() as undo:
+                undo.callback(self._pool.release, chunk.pages)
+                put = guard.put(key, chunk)
+                undo.pop_all()
+            put.add_done_callback(partial(self._written, ((guard,), key, chunk)))
+
+    def _written(self, debt: Debt, put: Future[bool]) -> None:
+        if put.cancelled() and self._owe(debt, self._pool.max_pages // 2):
+            return
+        if put.cancelled() or put.exception() is not None or not put.result():
+            with self._lock:
+                self._given_up += 1
+        self._pool.release(debt[2].pages)

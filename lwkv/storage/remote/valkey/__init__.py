@@ -1,0 +1,1 @@
+"""The tier on Valkey and Redis servers."""

@@ -1,0 +1,222 @@
+"""One connection to a Valkey or Redis server, or to a cluster of them, through the official client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lwkv.errors import ConfigError
+from lwkv.storage.remote.remote_url import RemoteURL, parse_remote_url
+from lwkv.storage.remote.valkey.shards import Shard
+
+DEFAULT_PORT = 6379
+OPTIONS = ("cluster", "timeout_s", "connect_timeout_s", "ca", "cert", "key")
+_TLS = ("valkeys", "rediss")
+_WRONG_LOGIN = ("WRONGPASS", "NOAUTH")
+_NOT_ALLOWED = ("NOPERM", "PermissionDenied")
+
+
+class RefusedError(RuntimeError):
+    """The server is there and answers a command with an error."""
+
+
+@dataclass(frozen=True)
+class ValkeyAddress:
+    """What is needed to connect. Files are read and checked when it is made, see `read_address`."""
+
+    url: RemoteURL
+    cluster: bool
+    timeout_s: float
+    connect_timeout_s: float
+    database: int | None
+    authorities: bytes | None = field(repr=False)
+    identity: tuple[bytes, bytes] | None = field(repr=False)
+
+
+def read_address(text: str) -> ValkeyAddress:
+    """Read a URL with a scheme of valkey, valkeys, redis or rediss. Raises ConfigError."""
+    url = parse_remote_url(text, DEFAULT_PORT, OPTIONS)
+    if url.path and not url.path.isdecimal():
+        raise url.refuse(f"/{url.path} is no number of a database")
+    if ("cert" in url.options) != ("key" in url.options):
+        raise url.refuse("cert and key go together")
+    if url.scheme not in _TLS and {"ca", "cert", "key"} & set(url.options):
+        raise url.refuse("ca, cert and key are for TLS: write valkeys:// or rediss://")
+    identity = (_read(url, "cert"), _read(url, "key"))
+    return ValkeyAddress(
+        url,
+        cluster=url.flag("cluster", len(url.hosts) > 1),
+        timeout_s=url.seconds("timeout_s", 2.0),
+        connect_timeout_s=url.seconds("connect_timeout_s", 1.0),
+        database=int(url.path) if url.path else None,
+        authorities=_read(url, "ca"),
+        identity=None if identity[0] is None or identity[1] is None else (identity[0], identity[1]),
+    )
+
+
+def _read(url: RemoteURL, option: str) -> bytes | None:
+    if option not in url.options:
+        return None
+    try:
+        return Path(url.options[option]).read_bytes()
+    except OSError as error:
+        raise url.refuse(f"{option} cannot be read: {error}") from None
+
+
+def connect(address: ValkeyAddress) -> ValkeyClient:
+    """Connect, within the address's time.
+
+    Raises:
+        ConfigError: the client is not installed; user or password are wrong. ConnectionError.
+    """
+    glide = _import_glide(address.url)
+    made: list[Any] = []
+    try:
+        return ValkeyClient(_create(glide, address, made), glide)
+    except glide.GlideError as error:
+        # It keeps every client, and would connect each that is not closed once more in a child process.
+        for client in made:
+            client.close()
+        told = str(error).strip()
+        if any(word in told for word in _WRONG_LOGIN):
+            raise address.url.refuse(
+                "the server refuses user and password; give them in the URL or as LWKV_REMOTE_USER and "
+                "LWKV_REMOTE_PASSWORD"
+            ) from None
+        if any(word in told for word in _NOT_ALLOWED):
+            raise address.url.refuse("the server does not allow the user what docs/remote.md lists") from None
+        raise ConnectionError(f"{address.url} cannot be reached: {told}") from None
+
+
+def _import_glide(url: RemoteURL) -> Any:
+    try:
+        import glide_sync
+        import xxhash  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"remote_url {url} needs a client that is not there ({error}): pip install 'lwkv[valkey]'"
+        ) from None
+    # It would write to the terminal what is raised anyway; a program that has set its level keeps it.
+    glide_sync.Logger.init(glide_sync.LogLevel.OFF)
+    return glide_sync
+
+
+def _create(glide: Any, address: ValkeyAddress, made: list[Any]) -> Any:
+    """Connect; the client is in `made` even where it cannot."""
+    url, identity = address.url, address.identity or (None, None)
+    kinds = {
+        False: (glide.GlideClient, glide.GlideClientConfiguration, glide.AdvancedGlideClientConfiguration),
+        True: (
+            *(glide.GlideClusterClient, glide.GlideClusterClientConfiguration),
+            glide.AdvancedGlideClusterClientConfiguration,
+        ),
+    }
+    client, configuration, advanced = kinds[address.cluster]
+    tls = glide.TlsAdvancedConfiguration(
+        root_pem_cacerts=address.authorities, client_cert_pem=identity[0], client_key_pem=identity[1]
+    )
+    return _noted(client, made).create(
+        configuration(
+            [glide.NodeAddress(host, port) for host, port in url.hosts],
+            use_tls=url.scheme in _TLS,
+            credentials=url.password and glide.ServerCredentials(url.password, url.user),
+            request_timeout=int(1000 * address.timeout_s),
+            # How often it tries to connect again, for as long as it lives: every 100 ms at first, then 800.
+            reconnect_strategy=glide.BackoffStrategy(num_of_retries=3, factor=100, exponent_base=2),
+            database_id=address.database,
+            client_name="lwkv",
+            advanced_config=advanced(int(1000 * address.connect_timeout_s), tls_config=tls),
+        )
+    )
+
+
+def _noted(client: Any, made: list[Any]) -> Any:
+    """The same class, whose instances are noted in `made`."""
+
+    def note(self: Any, configuration: object) -> None:
+        made.append(self)
+        client.__init__(self, configuration)
+
+    return type(client.__name__, (client,), {"__init__": note})
+
+
+class ValkeyClient:
+    """A connection, for one thread at a time. It connects again by itself.
+
+    Every method raises ConnectionError where the server does not answer in time or is gone, RefusedError
+    where it answers with an error.
+    """
+
+    def __init__(self, client: Any, glide: Any) -> None:
+        self._client = client
+        self._glide = glide
+        self._clustered = isinstance(client, glide.GlideClusterClient)
+        self.usable = True
+
+    def get(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[int | None]:
+        """Read values, whole, each into its buffer; the length of each, None where there is none.
+
+        All `keys` have the same hash tag. A value that is too long for its buffer is refused.
+        """
+        with self._errors():
+            found = self._client.mget(list(keys), buffers=list(buffers))
+        return [None if length is None else int(length) for length in found]
+
+    def set(self, values: dict[str, memoryview | bytes]) -> None:
+        """Write values, all at once. All keys have the same hash tag."""
+        with self._errors():
+            self._client.mset(values)
+
+    def lengths(self, keys: Sequence[str]) -> list[int]:
+        """The length of each value in bytes; 0 where there is none."""
+        with self._errors():
+            return [int(self._client.strlen(key)) for key in keys]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove values that may be there. All keys have the same hash tag."""
+        with self._errors():
+            self._client.unlink(list(keys))
+
+    def touch(self, groups: Sequence[Sequence[str]]) -> list[int]:
+        """Count how many keys of each group are there, and have them count as used just now.
+
+        All keys of a group have the same hash tag, and all groups the same server.
+        """
+        # In a cluster one by one: while a node is down, batches and commands of several slots time out even
+        # where none of their keys is on that node.
+        with self._errors():
+            if self._clustered:
+                return [int(self._client.touch(list(group))) for group in groups]
+            batch: Any = self._glide.Batch(is_atomic=False)
+            for group in groups:
+                batch.touch(list(group))
+            return [int(count) for count in self._client.exec(batch, raise_on_error=True) or []]
+
+    def shards(self) -> list[Shard]:
+        """Who serves which keys; one that has all of them where there is no cluster."""
+        if not self._clustered:
+            return [Shard(0, "the server")]
+        with self._errors():
+            rows = self._client.custom_command(["CLUSTER", "SLOTS"])
+        return [Shard(first, f"{host.decode()}:{port}") for first, _, (host, port, *_), *_ in rows]
+
+    def close(self) -> None:
+        self.usable = False
+        with self._errors():
+            self._client.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        glide = self._glide
+        try:
+            yield
+        except glide.ClosingError as error:
+            self.usable = False
+            raise ConnectionError(f"the connection was closed: {error}") from None
+        except (glide.TimeoutError, glide.ConnectionError) as error:
+            raise ConnectionError(f"no answer: {error}") from None
+        except glide.RequestError as error:
+            raise RefusedError(f"the server refuses: {error}") from None

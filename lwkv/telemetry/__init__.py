@@ -1,0 +1,1 @@
+"""Counters, logs and the timeline of a forward pass."""

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lwkv import __version__
+from lwkv.cli.doctor import command as doctor
+from lwkv.cli.doctor import device as doctor_device
+from lwkv.cli.doctor.link import measure_link
+from lwkv.cli.main import main
+from lwkv.platforms import Features, Stream
+from lwkv.platforms.cpu import CPU
+
+
+class Card(CPU):
+    """An accelerator to the doctor: the host under another name."""
+
+    name = device_type = "card"
+    features = Features(blending=False)
+
+
+class CorruptingCard(Card):
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        super().copy_async(dst, src | 1, stream)
+
+
+class FullCard(Card):
+    def alloc_pinned(self, nbytes: int) -> torch.Tensor:
+        raise MemoryError(f"no page-locked memory of {nbytes} bytes")
+
+
+class UnpinnedCard(Card):
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("LWKV_", "LMCACHE_"))]:
+        monkeypatch.delenv(name)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, platform: CPU) -> None:
+    monkeypatch.setattr(doctor_device, "detect_platform", lambda override: platform)
+
+
+def test_the_doctor_tells_versions_platform_features_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--platform", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    for wanted in (__version__, torch.__version__, "asked for with --platform", "layerwise", "memory copy"):
+        assert wanted in shown
+    assert "Faults" not in shown
+
+
+def test_the_doctor_tells_what_was_read_and_what_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--platform", "cpu"])
+    assert "none: LWKV_CONFIG_FILE names no file" in capsys.readouterr().out
+    file = tmp_path / "lwkv.yaml"
+    file.write_text("use_layerwise: true\nenable_blending: true\n")
+    monkeypatch.setenv("LWKV_CONFIG_FILE", str(file))
+    monkeypatch.setenv("LWKV_CHUNK_SIZE", "128")
+    main(["doctor", "--platform", "cpu"])
+    shown = capsys.readouterr().out
+    assert str(file) in shown
+    (changed,) = [line for line in shown.splitlines() if "not as by default" in line]
+    assert changed.split(maxsplit=4)[4] == "chunk_size, use_layerwise, enable_blending"
+
+
+def test_json_holds_the_same_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--platform", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["platform"] == found["device"] == "cpu"
+    assert found["features"]["layerwise"] is True
+    assert found["kernels"] == "torch"
+    assert min(found["load_speed"], found["save_speed"], found["device_total"]) > 0
+    assert found["faults"] == []
+    assert found["candidates"]["cpu"] == "available, 1 device"
+
+
+def test_the_environments_choice_is_the_reason_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_PLATFORM", "cpu")
+    assert doctor.examine().why == "LWKV_PLATFORM asks for it"
+
+
+def test_a_torch_built_for_an_accelerator_is_told_with_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert doctor.examine("cpu").versions["torch"] == "2.13.0+cu130"
+
+
+def test_settings_that_cannot_be_used_are_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LWKV_CHUNK_SIZE", "many")
+    assert main(["doctor", "--platform", "cpu"]) == 1
+    assert "the configuration cannot be used: chunk_size: got 'many'" in capsys.readouterr().out
+
+
+def test_variables_of_lmcache_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
+    monkeypatch.setenv("LMCACHE_LOCAL_CPU", "True")
+    report = doctor.examine("cpu")
+    assert report.faults == []
+    advice = " ".join(report.advice)
+    assert (
+        "LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU are ignored: lwkv reads variables that begin with LWKV_"
+        in advice
+    )
+
+
+def test_the_doctor_works_where_torch_cannot_be_imported() -> None:
+    code = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['lwkv', 'doctor']; "
+    code += "runpy.run_module('lwkv', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "torch cannot be imported" in done.stdout.split("Faults")[1]
+
+
+def test_a_torch_that_is_not_installed_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lwkv.cli.doctor.device", None)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    (fault,) = doctor.examine().faults
+    assert fault.startswith("torch is not installed")
+
+
+def test_hpu_is_a_fault_in_plain_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(is_available=lambda: True), raising=False)
+    assert main(["doctor"]) == 1
+    assert "HPU, which lwkv does not support" in capsys.readouterr().out
+
+
+def test_an_unknown_platform_is_a_fault_that_lists_the_known_ones() -> None:
+    (fault,) = doctor.examine("tpu9").faults
+    assert "'tpu9'" in fault
+    assert "cpu" in fault
+
+
+def test_what_the_platform_lacks_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Card())
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    report = doctor.examine()
+    assert report.page_locked == "works"
+    assert any("enable_blending" in line for line in report.advice)
+    assert any(line.startswith("triton is not installed") for line in report.advice)
+    assert any("pip install '.[demo]'" in line for line in report.advice)
+
+
+def test_a_triton_that_does_not_serve_the_platform_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Card())
+    monkeypatch.setattr(doctor, "_version", lambda package: "3.6.0")
+    assert any("triton is installed, but does not serve card" in line for line in doctor.examine().advice)
+
+
+@pytest.mark.parametrize(
+    ("platform", "wanted"),
+    [
+        (CorruptingCard(), "came back changed"),
+        (FullCard(), "no page-locked memory of 1048576 bytes"),
+        (UnpinnedCard(), "page-locked is not"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_link_that_does_not_work_is_a_fault(
+    platform: CPU, wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, platform)
+    assert main(["doctor"]) == 1
+    assert wanted in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000])
+def test_the_link_is_measured_both_ways_and_keeps_the_bytes(nbytes: int) -> None:
+    speed = measure_link(CPU(), torch.device("cpu"), nbytes, repeats=3)
+    assert speed.load > 0
+    assert speed.save > 0
+    assert speed.intact
+
+
+@pytest.mark.parametrize(("nbytes", "repeats"), [(0, 3), (5, 0)])
+def test_measuring_nothing_is_refused(nbytes: int, repeats: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1, not {nbytes} and {repeats}"):
+        measure_link(CPU(), torch.device("cpu"), nbytes, repeats)
+
+
+def use_disk(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("LWKV_LOCAL_DISK", str(folder))
+    monkeypatch.setenv("LWKV_MAX_LOCAL_DISK_SIZE", "2")
+
+
+def test_the_tiers_that_the_settings_name_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_disk(monkeypatch, tmp_path)
+    assert main(["doctor", "--platform", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Tier file://{tmp_path}" in shown
+    assert "0.00 of 2 GiB" in shown
+
+
+def test_a_tier_that_cannot_be_used_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_disk(monkeypatch, tmp_path / "missing")
+    (fault,) = doctor.examine("cpu").faults
+    assert fault.startswith(f"the tier file://{tmp_path}/missing cannot be used: local_disk:")
+
+
+def test_no_password_of_a_tier_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_REMOTE_URL", "nosuch://me:secret@host:1/0?token=secret")
+    (fault,) = doctor.examine("cpu").faults
+    assert fault.startswith("the tier nosuch://host:1/0 cannot be used: no tier for nosuch://...")
+    assert "secret" not in fault

@@ -1,0 +1,152 @@
+"""Users and passwords are told to nobody but the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lwkv.cli.doctor.report import Report, lines
+from lwkv.cli.doctor.tiers import examine_tiers
+from lwkv.config.settings import Config
+from lwkv.errors import ConfigError
+from lwkv.storage.remote.remote_url import PASSWORD, USER, parse_remote_url
+
+SECRET = "s3cret"
+URL = f"valkey://someone:{SECRET}@host:1"
+BROKEN = (
+    f"valkey://someone:{SECRET}@host:port",
+    f"valkey://someone:{SECRET}@",
+    f"valkey://someone:{SECRET}@host?color=red",
+    f"valkey://someone:{SECRET}@host?cluster=maybe",
+    f"valkey://someone:{SECRET}/more@host",
+    f"valkey://someone:{SECRET}?more@host",
+    f"valkey://someone:a@{SECRET}@host:port",
+)
+
+
+def test_a_configuration_shows_no_password() -> None:
+    config = Config(remote_url=URL)
+    assert config.remote_url == URL
+    assert SECRET not in f"{config!r} {config}"
+
+
+@pytest.mark.parametrize("setting", [{"chunk_size": 0}, {"local_disk": "/a"}, {"color": "red"}])
+def test_errors_about_other_settings_show_no_password(
+    setting: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LWKV_REMOTE_URL", URL)
+    with pytest.raises(ConfigError) as refused:
+        Config.load(**setting)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("source", ["argument", "environment"])
+def test_errors_about_the_address_show_no_password(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = f"redis://someone:{SECRET}@ho st"
+    monkeypatch.setenv("LWKV_REMOTE_URL", wrong if source == "environment" else URL)
+    with pytest.raises(ConfigError, match=r"redis://\*\*\*@ho st") as refused:
+        Config.load(**({"remote_url": wrong} if source == "argument" else {}))
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("source", ["argument", "environment"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        f"someone:{SECRET}@host:1",
+        f"redis//someone:{SECRET}@host:1",
+        f"redis:/someone:{SECRET}@host:1",
+        f"redis://someone:a {SECRET}@host:1",
+        f"redis://someone:a'\n{SECRET}@host:1",
+        f'redis://someone:"@{SECRET} x@host:1',
+    ],
+)
+def test_of_an_address_that_is_none_only_what_follows_the_at_is_shown(
+    source: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source == "environment":
+        monkeypatch.setenv("LWKV_REMOTE_URL", wrong)
+    with pytest.raises(ConfigError, match=r"remote_url: got .*\*\*\*@host:1") as refused:
+        Config.load(**({"remote_url": wrong} if source == "argument" else {}))
+    assert SECRET not in str(refused.value)
+    assert "someone" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"remote_url: someone {SECRET}",
+        f"remote_url: {{redis: someone:{SECRET}}}",
+        f"remote_url: [{SECRET}]",
+        f"remote_url: redis://someone:{SECRET}: x@h",
+        f"remote_password: {SECRET}",
+        f"api_token: {SECRET}",
+        f"server: {{user: {SECRET}}}",
+        f"extra_config: {{remote_password: {SECRET}}}",
+        f"extra_config: [password, {SECRET}]",
+        f"[password, {SECRET}]",
+    ],
+)
+def test_a_file_that_is_refused_shows_no_password(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "lwkv.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        Config.load(file)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{{remote_password: {}}}", "{{password: {}", "password {}"])
+def test_extra_settings_of_the_environment_show_no_password(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LWKV_EXTRA_CONFIG", text.format(SECRET))
+    with pytest.raises(ConfigError, match="LWKV_EXTRA_CONFIG") as refused:
+        Config.load()
+    assert SECRET not in str(refused.value)
+
+
+def test_settings_that_contradict_each_other_show_no_password() -> None:
+    url = f"redis://someone:a'{SECRET}@host:1"
+    with pytest.raises(ConfigError) as refused:
+        Config(remote_url=url, local_cpu=False, write_policy="write_back")
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["LWKV_REMOTE_PASWORD", "LWKV_PASSWORD", "LWKV_REMOTE_PASSPHRASE"])
+def test_a_variable_that_is_misspelt_is_refused_without_its_value(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, SECRET)
+    with pytest.raises(ConfigError, match=name) as refused:
+        Config.load()
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", BROKEN)
+def test_an_address_that_cannot_be_read_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="remote_url") as refused:
+        parse_remote_url(url, 6379, ("cluster",)).flag("cluster", False)
+    assert SECRET not in str(refused.value)
+
+
+def test_an_address_that_was_read_shows_no_password() -> None:
+    url = parse_remote_url(URL, 6379, ())
+    assert (url.user, url.password) == ("someone", SECRET)
+    told = f"{url!r} {url} {url.refuse('no')}"
+    assert SECRET not in told
+    assert "someone" not in told
+
+
+@pytest.mark.parametrize("url", [URL, *BROKEN])
+def test_the_doctor_shows_no_password(url: str) -> None:
+    report = Report({"lwkv": "0"})
+    examine_tiers(report, Config(remote_url=url.replace("host", "127.0.0.1")))
+    assert len(report.faults) == 1
+    assert SECRET not in f"{report} {list(lines(report))}"
+
+
+def test_the_variables_for_user_and_password_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USER, "someone")
+    monkeypatch.setenv(PASSWORD, SECRET)
+    assert SECRET not in repr(Config.load())

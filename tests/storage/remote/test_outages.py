@@ -1,0 +1,146 @@
+"""Engines go on right while the servers of their remote tier are killed, frozen and started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracle import Dims, Oracle, run_slots
+from storage.servers import (
+    Server,
+    mooncake_master,
+    mooncake_node,
+    mooncake_program,
+    redis_program,
+    redis_server,
+    running,
+    wait_until,
+)
+
+from lwkv.background.workers import Workers
+from lwkv.engine import CacheEngine
+from lwkv.errors import ClosedError
+from lwkv.platforms import Platform
+
+CHUNK, LAYERS = 8, 3
+LENGTH = 2 * CHUNK
+FROM, INTO = run_slots(0, LENGTH), run_slots(64, LENGTH)
+LONG_S = 60.0
+
+
+class Store(NamedTuple):
+    """Servers that make up a remote tier, and the one of them that the test harms."""
+
+    url: str
+    victim: Server
+
+
+def start_redis(folder: Path, stack: ExitStack) -> Store:
+    server = redis_server(redis_program(), folder)
+    stack.enter_context(running(server))
+    return Store(f"redis://127.0.0.1:{server.port}?timeout_s=0.5&connect_timeout_s=0.5", server)
+
+
+def start_mooncake(victim: int, folder: Path, stack: ExitStack) -> Store:
+    master = mooncake_master(mooncake_program(), folder / "master")
+    nodes = [mooncake_node(master, folder / name) for name in ("one", "two")]
+    stack.enter_context(running(master, *nodes))
+    return Store(f"mooncake://127.0.0.1:{master.port}", [master, *nodes][victim])
+
+
+STORES = {
+    "redis": start_redis,
+    "mooncake's master": partial(start_mooncake, 0),
+    "a node of mooncake": partial(start_mooncake, 1),
+}
+
+
+@dataclass
+class Bed:
+    """An engine that keeps nothing in host memory, over a store; every load is checked to the byte."""
+
+    oracle: Oracle
+    engine: CacheEngine
+    prompts: int = 0
+
+    def store(self, flush_s: float = LONG_S) -> list[int]:
+        """Compute and store another prompt, and wait for that."""
+        self.prompts += 1
+        tokens = [1000 * self.prompts + i for i in range(LENGTH)]
+        self.oracle.compute(tokens, FROM)
+        self.engine.store(tokens, slot_mapping=FROM)
+        self.engine.flush(flush_s)
+        return tokens
+
+    def load(self, tokens: list[int], meanwhile: Callable[[], object] = lambda: None) -> int:
+        """Load a prompt layer by layer, with something happening after the first; the tokens that came."""
+        steps = self.engine.retrieve_layer(tokens, slot_mapping=INTO)
+        next(steps)
+        next(steps)
+        meanwhile()
+        *_, mask = steps
+        assert isinstance(mask, torch.Tensor)
+        self.oracle.forget(INTO, ~mask.numpy())
+        self.oracle.expect(tokens, INTO, mask)
+        self.oracle.check()
+        return int(mask.sum())
+
+    def serves(self) -> bool:
+        """Whether another prompt is stored and loaded again."""
+        return self.load(self.store()) == LENGTH
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with ExitStack() as stack:
+        yield STORES[request.param](tmp_path, stack)
+
+
+@pytest.fixture
+def bed(store: Store, platform: Platform, device: torch.device) -> Iterator[Bed]:
+    oracle = Oracle(platform, device, dims=Dims(blocks=32))
+    engine = oracle.engine(
+        CHUNK, remote_url=store.url, local_cpu=False, load_timeout_s=2.0, prefetch_layers=0
+    )
+    yield Bed(oracle, engine)
+    engine.close(LONG_S)
+    assert engine.stats()["page_references"] == 0
+
+
+@pytest.mark.parametrize(("harm", "heal"), [(Server.kill, Server.start), (Server.freeze, Server.thaw)])
+def test_a_server_that_fails_in_the_middle_of_a_load_costs_only_what_it_had(
+    store: Store, bed: Bed, harm: Callable[[Server], None], heal: Callable[[Server], None]
+) -> None:
+    def go_through_it() -> None:
+        known = [bed.store() for _ in range(3)]
+        assert [bed.load(tokens) for tokens in known] == [LENGTH] * 3
+        bed.load(known[0], meanwhile=partial(harm, store.victim))
+        for tokens in known:
+            bed.load(tokens)
+        bed.store(flush_s=0)
+        heal(store.victim)
+        wait_until(bed.serves, "the tier to serve again", LONG_S)
+        for tokens in known:
+            bed.load(tokens)
+
+    # On a thread of its own, so that a call that hangs fails this test and does not end all.
+    Workers("test", 1).submit(go_through_it).result(2 * LONG_S)
+
+
+def test_closing_does_not_wait_for_a_server_that_hangs(store: Store, bed: Bed) -> None:
+    known = bed.store()
+    store.victim.freeze()
+    try:
+        bed.store(flush_s=0)
+        closed = Workers("test", 1).submit(partial(bed.engine.close, 0.1))
+        closed.result(LONG_S)
+        with pytest.raises(ClosedError):
+            bed.load(known)
+    finally:
+        store.victim.thaw()

@@ -1,0 +1,344 @@
+"""The Valkey tier with a real server: what it takes for a page, and how it is reached."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from storage.places import make_setup
+from storage.remote_place import ALL, LAYERS, PAGE_BYTES, Place, page_of
+from storage.rig import key
+from storage.servers import (
+    REDIS_OPTIONS,
+    Server,
+    free_port,
+    redis_program,
+    redis_server,
+    require,
+    require_client,
+    running,
+    tell,
+    valkey_program,
+    wait_until,
+)
+
+from lwkv.config.settings import Config
+from lwkv.errors import ConfigError
+from lwkv.keys import LayerKey
+from lwkv.storage import Status
+from lwkv.storage.remote.valkey.client import connect, read_address
+from lwkv.storage.remote.valkey.tier import examine, open_tier
+
+SECRET = "s3cret word"
+
+
+@dataclass
+class OnServer(Place):
+    """A tier on a server that the test can talk to itself."""
+
+    server: Server | None = None
+
+    def tell(self, *words: str | bytes) -> bytes:
+        assert self.server is not None
+        return tell(self.server, *words)
+
+
+def name_of(number: int, layer: int) -> str:
+    return f"lwkv:{{{key(number).to_string()}}}:{layer}"
+
+
+def open_place(server: Server, url: str) -> OnServer:
+    return OnServer(url.format(port=server.port), server=server)
+
+
+@pytest.fixture
+def place(redis: Server) -> Iterator[OnServer]:
+    opened = open_place(redis, "redis://127.0.0.1:{port}")
+    opened.store(1, 2)
+    yield opened
+    opened.tier.close()
+
+
+# What is taken for a page.
+
+LOST = Status.MISS
+
+
+def truncate(place: OnServer, name: str) -> None:
+    place.tell("SET", name, bytes(page_of(LayerKey(key(1), 1)).numpy()[:-1]))
+
+
+def flip_a_bit(place: OnServer, name: str) -> None:
+    place.tell("SETBIT", name, "8007", "1")
+    place.tell("SETBIT", name, "8006", "0")
+    place.tell("SETBIT", name, "8005", "1")
+
+
+DAMAGE: dict[str, Callable[[OnServer, str], object]] = {
+    "truncated": truncate,
+    "too long": lambda place, name: place.tell("APPEND", name, "x"),
+    "other bytes": flip_a_bit,
+    "empty": lambda place, name: place.tell("SET", name, ""),
+    "another layer's": lambda place, name: place.tell("COPY", name_of(1, 2), name, "REPLACE"),
+    "another chunk's": lambda place, name: place.tell("COPY", name_of(2, 1), name, "REPLACE"),
+    "another type": lambda place, name: [
+        place.tell(*command) for command in (("DEL", name), ("LPUSH", name, "x"))
+    ],
+    "without a seal": lambda place, name: place.tell("DEL", f"{name}:seal"),
+    "with another seal": lambda place, name: place.tell("SET", f"{name}:seal", "lwkv1 of mine"),
+    "with a seal too long": lambda place, name: place.tell("SET", f"{name}:seal", "x" * 300),
+    "another chunk's with its seal": lambda place, name: [
+        place.tell("COPY", name_of(2, 1) + part, name + part, "REPLACE") for part in ("", ":seal")
+    ],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_not_what_was_put_is_a_miss_and_its_chunk_is_not_promised_again(
+    place: OnServer, damage: str
+) -> None:
+    DAMAGE[damage](place, name_of(1, 1))
+    assert place.load(1, 2) == [[Status.OK, LOST, Status.OK], ALL]
+    assert place.there(1, 2) == [False, True]
+    counted = place.counted()
+    assert sum(counted.get(f"valkey_{why}", 0) for why in ("spoiled", "vanished")) == 1
+    place.store(1)
+    assert (place.there(1), place.load(1)) == ([True], [ALL])
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_chunk_of_which_the_server_evicted_a_page_is_not_there(place: OnServer, layer: int) -> None:
+    place.tell("DEL", name_of(1, layer))
+    assert place.there(1, 2) == [False, True]
+
+
+def test_a_page_that_is_evicted_after_the_lookup_is_a_miss(place: OnServer) -> None:
+    assert place.there(1, 2) == [True, True]
+    place.tell("DEL", name_of(2, 1), f"{name_of(2, 1)}:seal")
+    assert place.load(1, 2) == [ALL, [Status.OK, LOST, Status.OK]]
+    assert place.counted() == {"valkey_vanished": 1}
+
+
+def test_looking_a_chunk_up_has_the_server_keep_all_of_it(place: OnServer) -> None:
+    """Servers evict what was not used for longest, value by value."""
+    names = [name_of(1, layer) for layer in range(LAYERS)]
+    wait_until(lambda: b":0" not in place.tell("OBJECT", "IDLETIME", names[0]), "a second to pass")
+    assert place.there(1) == [True]
+    assert [place.tell("OBJECT", "IDLETIME", name) for name in names] == [b":0\r\n"] * LAYERS
+
+
+def test_a_server_that_is_full_refuses_puts_and_goes_on_answering(place: OnServer) -> None:
+    place.tell("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(RuntimeError, match="maxmemory"):
+            place.store(3)
+        assert (place.there(1, 3), place.load(2)) == ([True, False], [ALL])
+    finally:
+        place.tell("CONFIG", "SET", "maxmemory", "0")
+    place.store(3)
+    assert place.load(3) == [ALL]
+
+
+def test_a_server_that_is_full_evicts_and_no_wrong_page_comes(tmp_path: Path) -> None:
+    options = ("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
+    server = redis_server(redis_program(), tmp_path, *options)
+    with running(server):
+        place = open_place(server, "redis://127.0.0.1:{port}")
+        numbers = list(range(1, 401))
+        for number in numbers:
+            place.store(number)
+        statuses = {status for chunk in place.load(*numbers) for status in chunk}
+        assert statuses == {Status.OK, Status.MISS}
+        there = place.there(*numbers)
+        assert 0 < sum(there) < len(numbers)
+        assert all(place.load(number) == [ALL] for number, whole in zip(numbers, there, strict=True) if whole)
+        place.tier.close()
+
+
+def test_one_call_takes_no_longer_than_its_deadline(place: OnServer) -> None:
+    asked = [LayerKey(key(1), layer) for layer in range(LAYERS)]
+    pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in asked]
+    assert place.tier.get(asked, pages, 0.0) == [Status.ERROR] * LAYERS
+    assert place.tier.put(asked, pages, 0.0) == [Status.ERROR] * LAYERS
+    assert place.load(1) == [ALL]
+
+
+# How servers are reached.
+
+
+@pytest.fixture(params=[redis_program, valkey_program], ids=["redis", "valkey"])
+def locked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    """A server with a password."""
+    server = redis_server(request.param(), tmp_path, "--requirepass", SECRET)
+    with running(server):
+        yield server
+
+
+@pytest.mark.parametrize("login", [":s3cret%20word@", "default:s3cret%20word@", ""])
+def test_the_right_password_opens(locked: Server, login: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not login:
+        monkeypatch.setenv("LWKV_REMOTE_PASSWORD", SECRET)
+    place = open_place(locked, f"valkey://{login}127.0.0.1:{{port}}")
+    place.store(1)
+    assert place.load(1) == [ALL]
+    place.tier.close()
+
+
+@pytest.mark.parametrize("login", ["", ":guess@", "nobody:s3cret%20word@"])
+def test_a_wrong_login_is_refused_at_the_start_and_not_shown(
+    locked: Server, login: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = f"redis://{login}127.0.0.1:{locked.port}"
+    for attempt in (lambda: open_tier(url, make_setup(PAGE_BYTES, LAYERS)), lambda: examine(url, Config())):
+        with pytest.raises(ConfigError, match="refuses user and password") as refused:
+            attempt()
+        told = f"{refused.value} {caplog.text} {capfd.readouterr()}"
+        assert not any(word in told for word in ("guess", "nobody", SECRET, "s3cret"))
+
+
+RIGHTS = "~lwkv:* +mget +mset +strlen +touch +unlink +info +client|setname"  # as in docs/remote.md
+
+
+def test_a_user_with_few_rights_is_enough(redis: Server) -> None:
+    tell(redis, "ACL", "SETUSER", "lwkv", "reset", "on", ">word", *RIGHTS.split())
+    place = open_place(redis, "redis://lwkv:word@127.0.0.1:{port}")
+    place.store(1)
+    assert (place.there(1, 2), place.load(1)) == ([True, False], [ALL])
+    place.tell("SET", name_of(1, 1), "")
+    assert place.load(1) == [[Status.OK, LOST, Status.OK]]
+    place.tier.close()
+
+
+def test_a_user_who_may_not_write_can_still_read(redis: Server, place: OnServer) -> None:
+    tell(redis, "ACL", "SETUSER", "reader", "reset", "on", ">word", *RIGHTS.replace("+mset", "").split())
+    reader = open_place(redis, "redis://reader:word@127.0.0.1:{port}")
+    with pytest.raises(RuntimeError, match=r"no permissions|NOPERM"):
+        reader.put(3)
+    assert reader.load(1) == [ALL]
+    reader.tier.close()
+
+
+def test_a_server_that_is_not_there_yet_is_told_of_once_and_used_as_soon_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = redis_server(redis_program(), tmp_path)
+    place = open_place(server, f"redis://:{SECRET.replace(' ', '')}@127.0.0.1:{{port}}")
+    assert len(caplog.messages) == 1
+    assert "every chunk is a miss there until it answers" in caplog.text
+    assert "s3cret" not in caplog.text
+    for call in (lambda: place.there(1), lambda: place.load(1), lambda: place.store(1)):
+        with pytest.raises(ConnectionError, match="cannot be reached"):
+            call()
+    with running(server):
+        place.store(1)
+        assert (place.there(1), place.load(1)) == ([True], [ALL])
+        place.tier.close()
+
+
+def test_a_client_that_cannot_connect_does_not_try_again_in_child_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_client()
+    told: list[Callable[[], None]] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda after_in_child: told.append(after_in_child))
+    with pytest.raises(ConnectionError, match="cannot be reached"):
+        connect(read_address(f"valkey://127.0.0.1:{free_port()}"))
+    (connects_again,) = told
+    assert connects_again.__self__.closed
+
+
+def test_one_database_does_not_see_another(redis: Server) -> None:
+    first, second = (open_place(redis, f"redis://127.0.0.1:{{port}}/{number}") for number in (1, 2))
+    first.store(1)
+    assert (first.there(1), second.there(1)) == ([True], [False])
+    for place in (first, second):
+        place.tier.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://here/main", "/main is no number of a database"),
+        ("rediss://here?cert=/a", "cert and key go together"),
+        ("redis://here?ca=/a", "write valkeys:// or rediss://"),
+        ("rediss://here?ca=/not/there", "ca cannot be read: .*No such file"),
+        ("redis://here?timeout_s=0", "timeout_s is '0'"),
+        ("redis://here?replicas=2", "there is no option 'replicas'; allowed: cluster, timeout_s"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused(url: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_address(url)
+
+
+def test_several_hosts_are_a_cluster_unless_told_otherwise() -> None:
+    urls = ("redis://a", "redis://a,b", "redis://a?cluster=true", "redis://a,b?cluster=false")
+    assert [read_address(url).cluster for url in urls] == [False, True, True, False]
+
+
+def test_without_its_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "glide_sync", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lwkv\[valkey\]'"):
+        open_tier("redis://here", make_setup(PAGE_BYTES, LAYERS))
+
+
+def test_the_doctor_is_told_how_the_server_is(redis: Server) -> None:
+    found = examine(f"redis://127.0.0.1:{redis.port}", Config())
+    assert found["server"] == f"redis://127.0.0.1:{redis.port}"
+    assert found["state"].startswith("answers, connected in ")
+
+
+# Encrypted.
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority, ca.pem, and what it vouches for: cert.pem with key.pem, of this machine."""
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=lwkv-tests -keyout ca.key -out ca.pem",
+        "req -newkey rsa:2048 -nodes -subj /CN=localhost -keyout key.pem -out cert.csr",
+        "x509 -req -in cert.csr -CA ca.pem -CAkey ca.key -CAcreateserial -extfile names -out cert.pem",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> Iterator[Server]:
+    """A server that talks TLS only, with those who have a certificate."""
+    program, port = redis_program(), free_port()
+    require(shutil.which("openssl") is not None, "openssl")
+    make_certificates(tmp_path)
+    files = ["--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-ca-cert-file", "ca.pem"]
+    ports = ["--port", "0", "--tls-port", str(port)]
+    server = Server([program, *REDIS_OPTIONS, *ports, *files], port, tmp_path)
+    with running(server):
+        yield server
+
+
+@pytest.mark.parametrize("scheme", ["valkeys", "rediss"])
+def test_an_encrypted_server_is_used_with_authority_and_certificate(
+    encrypted: Server, tmp_path: Path, scheme: str
+) -> None:
+    files = "&".join(f"{name}={tmp_path / name}.pem" for name in ("ca", "cert", "key"))
+    place = open_place(encrypted, f"{scheme}://127.0.0.1:{{port}}?{files}")
+    place.store(1)
+    assert place.load(1) == [ALL]
+    place.tier.close()
+
+
+@pytest.mark.parametrize("url", ["rediss://127.0.0.1:{port}", "redis://127.0.0.1:{port}"])
+def test_a_server_whose_authority_is_unknown_and_a_line_in_the_clear_are_not_used(
+    encrypted: Server, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = open_place(encrypted, f"{url}?connect_timeout_s=0.5")
+    assert "every chunk is a miss" in caplog.text
+    with pytest.raises(ConnectionError):
+        place.there(1)
+    place.tier.close()

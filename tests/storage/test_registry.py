@@ -1,0 +1,104 @@
+"""Which tiers a configuration names, and who opens them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from oracle import Oracle
+from storage.faulty_tier import FaultyTier
+from storage.places import make_setup
+
+from lwkv import CacheEngine, CacheMetadata
+from lwkv.config.settings import Config
+from lwkv.errors import ConfigError
+from lwkv.platforms import detect_platform
+from lwkv.storage import Tier, TierSetup, registry
+
+DISK = {"max_local_disk_size": 0.1}
+
+
+class SomebodysTiers(ModuleType):
+    """A module as a package of somebody's has it; `opened` has the tiers by the URL of each."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("somebodys_tiers")
+        self.opened: dict[str, FaultyTier] = {}
+        self._error = error
+
+    def open_tier(self, url: str, setup: TierSetup) -> Tier:
+        if self._error is not None:
+            raise self._error
+        self.opened[url] = FaultyTier("theirs")
+        return self.opened[url]
+
+    def examine(self, url: str, config: Config) -> Mapping[str, str]:
+        return {"chunks": str(config.chunk_size)}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType, scheme: str = "theirs") -> None:
+    entry = EntryPoint(scheme, module.__name__, registry.GROUP)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+
+
+def test_no_tier_is_opened_unless_it_is_asked_for() -> None:
+    assert registry.open_tiers(make_setup(5, 3)) == []
+
+
+def test_a_package_brings_a_tier_by_its_entry_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    theirs = SomebodysTiers()
+    install(monkeypatch, theirs)
+    settings = {"local_disk": str(tmp_path), "remote_url": "theirs://host:1/x", **DISK}
+    opened = registry.open_tiers(make_setup(5, 3, **settings))
+    assert [tier.name for tier in opened] == ["disk", "theirs"], "nearest first"
+    assert list(theirs.opened) == ["theirs://host:1/x"]
+    assert registry.examine_tier("theirs://host:1/x", Config(**settings)) == {"chunks": "256"}
+    for tier in opened:
+        tier.close()
+
+
+def test_a_scheme_that_nobody_serves_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, SomebodysTiers())
+    told = r"no tier for s3://\.\.\.; known are file://, .*theirs://.*entry point lwkv.tiers"
+    with pytest.raises(ConfigError, match=told) as error:
+        registry.open_tiers(make_setup(5, 3, remote_url="s3://me:secret@bucket"))
+    assert "secret" not in str(error.value)
+
+
+def test_two_packages_that_serve_one_scheme_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, SomebodysTiers(), scheme="file")
+    with pytest.raises(ConfigError, match=r"two tiers serve file://: lwkv.*disk.tier and somebodys_tiers"):
+        registry.open_tiers(make_setup(5, 3, local_disk=str(tmp_path), **DISK))
+
+
+def test_a_module_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, SomebodysTiers())
+    monkeypatch.setitem(sys.modules, "somebodys_tiers", None)
+    with pytest.raises(ConfigError, match="the tier for theirs:// cannot be loaded"):
+        registry.open_tiers(make_setup(5, 3, remote_url="theirs://host"))
+
+
+def test_where_one_tier_cannot_be_opened_none_stays_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr("lwkv.storage.disk.tier.DiskTier.close", lambda tier: closed.append(tier.name))
+    install(monkeypatch, SomebodysTiers(ConfigError("no such bucket")))
+    with pytest.raises(ConfigError, match="no such bucket"):
+        registry.open_tiers(make_setup(5, 3, local_disk=str(tmp_path), remote_url="theirs://host", **DISK))
+    assert closed == ["disk"]
+
+
+def test_an_engine_that_cannot_be_made_closes_its_tiers() -> None:
+    platform = detect_platform()
+    oracle = Oracle(platform, platform.current_device())
+    tier = FaultyTier()
+    metadata = CacheMetadata("toy", oracle.dims.layers, 2, 3, oracle.dims.dtype)
+    with oracle.engine() as engine, pytest.raises(ConfigError, match="belongs to an engine"):
+        CacheEngine(engine.config, metadata, engine.connector, [tier])
+    assert tier.calls_of("close") == [[]]
