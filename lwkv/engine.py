@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import torch
 
-from lwkv.background.completion_thread import Completions
+from lwkv.background.completion_thread import CompletionThread
 from lwkv.config.settings import Config
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, as_salts, make_namespace
 from lwkv.layouts.registration import Registration
 from lwkv.metadata import CacheMetadata
-from lwkv.pipeline.context import EngineParts
+from lwkv.pipeline.context import BatchContext
 from lwkv.pipeline.generators import retrieve_steps, store_steps
-from lwkv.pipeline.prompt_keys import KeyMemo
+from lwkv.pipeline.prompt_keys import PromptKeys
 from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.pipeline.store import BatchStoring
 from lwkv.platforms import Platform
@@ -84,7 +84,7 @@ class CacheEngine:
         registered = metadata.as_registered([layer.dtype for layer in connector.layers])
         names = [layer.name for layer in connector.layers]
         self.namespace = make_namespace(registered, config.chunk_size, connector.page_format, names)
-        self._memo = KeyMemo(self.namespace, self._chunking)
+        self._prompt_keys = PromptKeys(self.namespace, self._chunking)
         counters = Counters()
         self._pool = HostPool(
             connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, counters
@@ -109,10 +109,10 @@ class CacheEngine:
             undo.callback(self._storage.close, 0)
             connector.start(self._pool, timeline)
             undo.callback(connector.stop)
-            self._completions = Completions(counters, use_device)
+            self._completions = CompletionThread(counters, use_device)
             undo.pop_all()
-        self._parts = EngineParts(
-            config, self._memo.of, self._storage, connector, self._completions, counters
+        self._parts = BatchContext(
+            config, self._prompt_keys.of, self._storage, connector, self._completions, counters
         )
         weakref.finalize(self, self._completions.close).atexit = False
         log.info("%s", self._describe())
@@ -136,7 +136,7 @@ class CacheEngine:
 
     def keys(self, tokens: Any, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The key of every chunk of `tokens`, which is not the caller's to change. Raises as `lookup`."""
-        return self._memo.keys(as_token_ids(tokens), as_salts(salts))
+        return self._prompt_keys.keys(as_token_ids(tokens), as_salts(salts))
 
     def remember(self, tokens: Any, salts: tuple[str, ...], keys: list[ChunkKey]) -> None:
         """Take over the keys of all chunks of `tokens`, made for this namespace: they are not made again.
@@ -144,7 +144,7 @@ class CacheEngine:
         Args:
             tokens: int64 array, (tokens,); neither it nor the list may change any more.
         """
-        self._memo.remember(tokens, salts, keys)
+        self._prompt_keys.remember(tokens, salts, keys)
 
     def lookup(self, tokens: Any, salts: Sequence[str] = ()) -> int:
         """Count the leading tokens that are cached, in any tier; no slot or pin is taken.
@@ -294,7 +294,7 @@ class CacheEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def parts(self) -> EngineParts:
+    def parts(self) -> BatchContext:
         """What a batch works with, for whoever makes batches of other keys. Raises ClosedError."""
         self._require_open()
         return self._parts

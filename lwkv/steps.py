@@ -12,7 +12,7 @@ import torch
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.request import as_requests
-from lwkv.telemetry.log_throttle import Rarely
+from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class LayerSteps:
         self._num_layers = engine.num_layers
         self._layer_of = engine.connector.layer_of
         self._owners = _owners(self._layer_of)
-        self._rarely = Rarely(log)
+        self._throttle = LogThrottle(log)
         self._load: Generator[Any, None, None] | None = None
         self._store: Generator[None, None, None] | None = None
         self.begin((), ())
@@ -140,7 +140,7 @@ class LayerSteps:
         try:
             return self._layer_of[layer]
         except (KeyError, TypeError):  # TypeError: what cannot be a key
-            self._rarely.warn(
+            self._throttle.warn(
                 "no layer %r is registered: hooks of such layers do nothing; pass a name such as %r, or "
                 "a position from 0 to %d, which counts every entry of the registered KV caches",
                 *(layer, next(iter(self._layer_of)), len(self._layer_of) // 2 - 1),

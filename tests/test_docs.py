@@ -34,7 +34,7 @@ def test_every_method_that_is_named_exists() -> None:
 
 
 def test_every_test_that_is_named_exists() -> None:
-    source = (TREE / "tests" / "test_ordering.py").read_text()
+    source = (TREE / "tests" / "properties" / "test_ordering.py").read_text()
     named = re.findall(r"`(test_\w+)`", ARCHITECTURE)
     assert named
     assert [name for name in named if f"def {name}(" not in source] == []

@@ -25,7 +25,7 @@ from oracle import Dims, MemoryTier, Oracle, held_completions, refuse_threads, r
 import lwkv
 import lwkv.pipeline.tier_pages
 from lwkv.config.settings import Config
-from lwkv.connectors.row_tables import Uploads
+from lwkv.connectors.row_tables import RowTables
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import ClosedError, ConfigError, LayoutError, RequestError
 from lwkv.metadata import CacheMetadata
@@ -167,9 +167,9 @@ def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
             for name in ("leave_load", "leave_save"):
                 monkeypatch.setattr(connector, name, refuse(RuntimeError))
         elif place == "table":
-            monkeypatch.setattr(Uploads, "send", take_table_and_fail)
+            monkeypatch.setattr(RowTables, "send", take_table_and_fail)
         elif place == "pinned table":
-            monkeypatch.setattr(Uploads, "new_table", refuse(MemoryError))
+            monkeypatch.setattr(RowTables, "new_table", refuse(MemoryError))
         elif place == "second layer":
             for name in ("load_layer", "save_layer"):
                 monkeypatch.setattr(connector, name, refuse_second(getattr(connector, name)))
@@ -179,7 +179,7 @@ def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
         yield
 
 
-def take_table_and_fail(uploads: Uploads, values: torch.Tensor) -> None:
+def take_table_and_fail(uploads: RowTables, values: torch.Tensor) -> None:
     uploads.new_table(values.nbytes)
     raise torch.OutOfMemoryError("no memory left, says the test")
 
@@ -519,7 +519,7 @@ def test_a_layer_that_fails_costs_only_the_tokens_of_its_chunk(
 
 
 def chunk_of(engine: CacheEngine, tokens: list[int], number: int) -> Any:
-    return engine._memo.keys(np.asarray(tokens), ())[number]
+    return engine._prompt_keys.keys(np.asarray(tokens), ())[number]
 
 
 def test_a_chunk_that_vanishes_after_lookup_is_a_miss(oracle: Oracle) -> None:

@@ -598,7 +598,7 @@ def test_a_step_with_nothing_to_move_uses_neither_device_nor_tiers_nor_hashes(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What decoding pays for each token, whatever the number of layers."""
-    for name in ("_storage", "_memo", "_pool", "_completions", "_parts"):
+    for name in ("_storage", "_prompt_keys", "_pool", "_completions", "_parts"):
         monkeypatch.setattr(run.engine, name, Untouched())
     for name in ("platform", "_load_lane", "_save_lane", "kernels"):
         monkeypatch.setattr(run.engine.connector, name, Untouched())

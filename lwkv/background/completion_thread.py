@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 Job = Callable[[], object]
 
 
-class Completions:
+class CompletionThread:
     """Runs jobs one after the other, on a thread that is there from the start.
 
     `submit` may come from a finalizer on any thread, whatever locks that thread holds: it takes none. A job

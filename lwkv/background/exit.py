@@ -13,7 +13,7 @@ from typing import Protocol
 EXIT_SECONDS = 5.0
 
 
-class Leaver(Protocol):
+class EndsAtExit(Protocol):
     """Something with daemon threads of its own."""
 
     def leave(self) -> None:
@@ -28,27 +28,27 @@ def waitable(seconds: float) -> float:
     return max(0.0, min(seconds, threading.TIMEOUT_MAX))
 
 
-def end_at_exit(leaver: Leaver) -> None:
-    """Let `leaver` end at the interpreter's exit, in `EXIT_SECONDS` together with all others.
+def end_at_exit(thing: EndsAtExit) -> None:
+    """Let `thing` end at the interpreter's exit, in `EXIT_SECONDS` together with all others.
 
     A daemon thread that is inside torch while the interpreter goes away can abort the process.
     """
-    _leavers().add(leaver)
+    _ends_at_exit().add(thing)
 
 
 @functools.cache
-def _leavers() -> weakref.WeakSet[Leaver]:
-    leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
-    atexit.register(_leave, leavers, os.getpid())
-    return leavers
+def _ends_at_exit() -> weakref.WeakSet[EndsAtExit]:
+    ending_things: weakref.WeakSet[EndsAtExit] = weakref.WeakSet()
+    atexit.register(_leave, ending_things, os.getpid())
+    return ending_things
 
 
-def _leave(leavers: weakref.WeakSet[Leaver], process: int) -> None:
+def _leave(ending_things: weakref.WeakSet[EndsAtExit], process: int) -> None:
     if os.getpid() != process:
         return  # the threads stayed in the parent process, their locks may be held for ever
     deadline = time.monotonic() + EXIT_SECONDS
-    ending = list(leavers)
-    for leaver in ending:
-        leaver.leave()
-    for leaver in ending:
-        leaver.join(waitable(deadline - time.monotonic()))
+    ending = list(ending_things)
+    for thing in ending:
+        thing.leave()
+    for thing in ending:
+        thing.join(waitable(deadline - time.monotonic()))

@@ -16,7 +16,7 @@ from lwkv.connectors.paged import PagedConnector
 from lwkv.connectors.rope import Rope, Turning
 from lwkv.connectors.transfer_plan import Plan, Slice
 from lwkv.errors import LayoutError, RequestError
-from lwkv.kernels import Rows, Sharing, Turn
+from lwkv.kernels import Rows, StagedLayers, Turn
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Event
 from lwkv.platforms.protocol import Int64s
@@ -186,7 +186,7 @@ class BufferConnector(PagedConnector):
         table = torch.zeros(1, len(rope.frequencies), device=self.device)
         turn = Turn(table, table, rows.slots, rope.interleaved)
         for target in (buffer, *self.layers):
-            sharing = Sharing([target], lane.buffers[0].memory, 0, rows, turn)
+            sharing = StagedLayers([target], lane.buffers[0].memory, 0, rows, turn)
             self.platform.launch(lane.kernels, partial(self.kernels.move_layers, True, sharing))
 
     def _together(self, load: Load, layer: int) -> range:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from lwkv.kernels import Kernels, Sharing
+from lwkv.kernels import Kernels, StagedLayers
 from lwkv.platforms import Event, Platform
 
 
@@ -71,7 +71,7 @@ class Lane:
         buffer.holds = None
         return buffer
 
-    def move(self, sharing: Sharing) -> None:
+    def move(self, sharing: StagedLayers) -> None:
         """Queue what scatters rows of layers that share their staging, or for saves gathers them."""
         handle = self._platform.launch_handle(self.kernels) if self._takes_handles else None
         if handle is None:

@@ -8,11 +8,11 @@ import torch
 
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Load, Loader
-from lwkv.connectors.row_tables import Table, Uploads
+from lwkv.connectors.row_tables import RowTables, Table
 from lwkv.connectors.saver import Save, Saver
-from lwkv.connectors.transfer_plan import FIRST_LAYERS, Cut, Plan
+from lwkv.connectors.transfer_plan import FIRST_LAYERS, Plan, SliceShape
 from lwkv.errors import ConfigError
-from lwkv.kernels import Rows, Sharing, choose_kernels
+from lwkv.kernels import Rows, StagedLayers, choose_kernels
 from lwkv.platforms import Int64s
 from lwkv.pool.host_pool import HostPool
 from lwkv.telemetry.timeline import Timeline
@@ -47,7 +47,7 @@ class PagedConnector(Loader, Saver):
                 "or make a connector for each engine"
             )
         buffers, buffer_bytes = self._config.staging_buffers, self._buffer_bytes()
-        self._cut = Cut(self.layers, self._config.chunk_size, buffer_bytes // self.page_bytes)
+        self._slice_shape = SliceShape(self.layers, self._config.chunk_size, buffer_bytes // self.page_bytes)
         self._spare: dict[int, list[Table]] = {}
         self.kernels = choose_kernels(self.platform)
         self._load_lane = Lane(self.platform, self.device, self.kernels, buffers, buffer_bytes, loads=True)
@@ -65,7 +65,7 @@ class PagedConnector(Loader, Saver):
         self._running = False
         self._load_lane.finish()
         self._save_lane.finish()
-        del self._load_lane, self._save_lane, self._spare, self._cut, self._pool
+        del self._load_lane, self._save_lane, self._spare, self._slice_shape, self._pool
 
     def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> Load:
         """Start a batch of loads; nothing is written to the slots of `transfer` before a layer is queued.
@@ -121,17 +121,17 @@ class PagedConnector(Loader, Saver):
     def _compile(self) -> None:
         """Launch every kernel without rows, so that no request finds one that is not compiled."""
         rows, groups = self._no_rows(), [[layer] for layer in self.layers]
-        if self._cut.may_share:
-            self.kernels.introduce(self.layers)
+        if self._slice_shape.may_share:
+            self.kernels.prepare(self.layers)
             groups += [list(self.layers[:2])] * (self.num_layers > 1)
         for lane, scatter in ((self._load_lane, True), (self._save_lane, False)):
             for layers in groups:
-                sharing = Sharing(layers, lane.buffers[0].memory, 0, rows)
+                sharing = StagedLayers(layers, lane.buffers[0].memory, 0, rows)
                 self.platform.launch(lane.kernels, partial(self.kernels.move_layers, scatter, sharing))
 
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())
 
     def _plan(self, transfer: Transfer, lane: Lane, pages: Int64s | None) -> Plan:
-        uploads = Uploads(self.platform, self.device, lane.kernels, self._spare)
-        return Plan(transfer, uploads, self._pool, self._cut, pages)
+        uploads = RowTables(self.platform, self.device, lane.kernels, self._spare)
+        return Plan(transfer, uploads, self._pool, self._slice_shape, pages)

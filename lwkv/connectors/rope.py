@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.row_tables import Uploads
+from lwkv.connectors.row_tables import RowTables
 from lwkv.errors import ConfigError, LayoutError
 from lwkv.kernels import Turn
 from lwkv.layouts.paged_layer import PagedLayer
@@ -58,7 +58,7 @@ class Turning:
         shift: int64 (rows,), each row's new position less its stored one.
     """
 
-    def __init__(self, rope: Rope, shift: Int64s, uploads: Uploads) -> None:
+    def __init__(self, rope: Rope, shift: Int64s, uploads: RowTables) -> None:
         # A segment's tokens stand together, so only the first of each run is looked at.
         starts = np.append(0, np.flatnonzero(np.diff(shift)) + 1)
         shifts, runs = np.unique(shift[starts], return_inverse=True)

@@ -18,7 +18,7 @@ class Table(NamedTuple):
     copy: CopyBatch
 
 
-class Uploads:
+class RowTables:
     """Copies host tables to a device on one stream.
 
     The tables belong to this object until `give_back`, for which all work on them must have ended.

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.row_tables import Uploads
-from lwkv.kernels import Rows, Sharing
+from lwkv.connectors.row_tables import RowTables
+from lwkv.kernels import Rows, StagedLayers
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch, Int64s
 from lwkv.pool.host_pool import HostPool
-from lwkv.pool.page_copies import LayerCopies
+from lwkv.pool.page_copies import PageCopies
 from lwkv.transfer import PageShape, Transfer
 
 FIRST_LAYERS = 2
@@ -38,7 +38,7 @@ class Slice(NamedTuple):
     rows: Rows
 
 
-class Cut:
+class SliceShape:
     """How transfers are cut: in chunks of `chunk_size` tokens, and so many chunks in a staging buffer.
 
     Attributes:
@@ -79,35 +79,40 @@ class Plan:
     """
 
     def __init__(
-        self, transfer: Transfer, uploads: Uploads, pool: HostPool, cut: Cut, pages: Int64s | None = None
+        self,
+        transfer: Transfer,
+        uploads: RowTables,
+        pool: HostPool,
+        cut: SliceShape,
+        pages: Int64s | None = None,
     ) -> None:
         self.transfer = transfer
         self.uploads = uploads
         self._pool = pool
-        self._cut = cut
+        self._slice_shape = cut
         self._known = pages if cut.shape else None
         self.num_slices = -(-transfer.num_chunks // cut.chunks_per_slice)
         self.together = 1 if self._known is None else cut.layers_together(transfer.num_chunks)
         self._slices: dict[PageShape, list[Slice]] = {}
-        self._prepared: list[LayerCopies] = []
+        self._prepared: list[PageCopies] = []
         self._num_prepared = 0
 
     def only(self, chunks: npt.NDArray[np.bool_]) -> Plan:
         """The same without the chunks that are False, bool (chunks,)."""
-        return Plan(self.transfer.only(chunks), self.uploads, self._pool, self._cut)
+        return Plan(self.transfer.only(chunks), self.uploads, self._pool, self._slice_shape)
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""
-        shape = self._cut.shape or page_shape(layer, self._cut.chunk_size)
+        shape = self._slice_shape.shape or page_shape(layer, self._slice_shape.chunk_size)
         if shape not in self._slices:
-            whole = self.transfer.is_whole(self._cut.chunk_size)
+            whole = self.transfer.is_whole(self._slice_shape.chunk_size)
             self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
         return self._slices[shape]
 
-    def sharing(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> Sharing:
+    def sharing(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> StagedLayers:
         """What is moved of layers that lie in one staging buffer, page behind page."""
-        layer_bytes = self.transfer.num_chunks * layers[0].page_bytes(self._cut.chunk_size)
-        return Sharing(layers, staging, layer_bytes, rows)
+        layer_bytes = self.transfer.num_chunks * layers[0].page_bytes(self._slice_shape.chunk_size)
+        return StagedLayers(layers, staging, layer_bytes, rows)
 
     def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
         """The copies of slice `number` of layers like `layer` that share a buffer.
@@ -123,9 +128,9 @@ class Plan:
             self._prepared = [self._make_copies(i, layer, known) for i in range(self.num_slices)]
         return self._prepared[number].batch(layers.start, layers.stop)
 
-    def _make_copies(self, number: int, layer: PagedLayer, pages: Int64s) -> LayerCopies:
+    def _make_copies(self, number: int, layer: PagedLayer, pages: Int64s) -> PageCopies:
         """Those of slice `number` of layers that are all like `layer`; `pages` is int64 (layers, chunks)."""
-        cut = self._cut
+        cut = self._slice_shape
         start = number * cut.chunks_per_slice
         chunks, page_bytes = slice(start, start + cut.chunks_per_slice), layer.page_bytes(cut.chunk_size)
         sizes = self.transfer.chunk_tokens[chunks] * page_bytes // cut.chunk_size
@@ -133,11 +138,11 @@ class Plan:
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots = self.transfer.row_slots(shape.tokens_per_row)
-        on_device, full = self.uploads.send(torch.from_numpy(slots)), self._cut.full_rows[shape]
-        bounds = [*range(0, len(slots), self._cut.chunks_per_slice * shape.rows), len(slots)]
+        on_device, full = self.uploads.send(torch.from_numpy(slots)), self._slice_shape.full_rows[shape]
+        bounds = [*range(0, len(slots), self._slice_shape.chunks_per_slice * shape.rows), len(slots)]
         return [Slice(a, b, Rows(on_device[a:b], *full[:, : b - a].unbind())) for a, b in pairwise(bounds)]
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
-        numbers, bounds = self.transfer.rows(shape, self._cut.chunks_per_slice)
+        numbers, bounds = self.transfer.rows(shape, self._slice_shape.chunks_per_slice)
         on_device = self.uploads.send(torch.from_numpy(numbers))
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]

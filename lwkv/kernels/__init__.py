@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lwkv.kernels.protocol import Kernels, Rows, Sharing, Turn
+from lwkv.kernels.protocol import Kernels, Rows, StagedLayers, Turn
 from lwkv.kernels.torch_kernels import TorchKernels
 from lwkv.platforms import Platform
 
-__all__ = ["Kernels", "Rows", "Sharing", "TorchKernels", "Turn", "choose_kernels"]
+__all__ = ["Kernels", "Rows", "StagedLayers", "TorchKernels", "Turn", "choose_kernels"]
 
 
 def choose_kernels(platform: Platform) -> Kernels:

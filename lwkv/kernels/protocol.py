@@ -43,7 +43,7 @@ class Turn(NamedTuple):
     interleaved: bool
 
 
-class Sharing(NamedTuple):
+class StagedLayers(NamedTuple):
     """Layers that share a staging buffer, and the rows that are moved of each.
 
     Layer i has its staging from byte `i * layer_bytes` on, a multiple of 16 where there are several. With a
@@ -83,10 +83,10 @@ class Kernels(Protocol):
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
         """Write rows of the paged cache into staging."""
 
-    def introduce(self, layers: Sequence[PagedLayer]) -> None:
+    def prepare(self, layers: Sequence[PagedLayer]) -> None:
         """Make ready for calls that move neighbours among `layers` together, all of one `form`."""
 
-    def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
+    def move_layers(self, scatter: bool, sharing: StagedLayers, handle: int | None = None) -> None:
         """Scatter or gather neighbours among the layers that were introduced, in order; or any single one.
 
         Args:

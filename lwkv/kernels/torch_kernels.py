@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lwkv.kernels.protocol import Rows, Sharing, Turn
+from lwkv.kernels.protocol import Rows, StagedLayers, Turn
 from lwkv.kernels.rotation import check_rotatable, rotate
 from lwkv.layouts.paged_layer import PagedLayer
 
@@ -40,10 +40,10 @@ class TorchKernels:
         for cache, place, staged, numbers in _parts(layer, staging, rows):
             staged[numbers] = cache[place]
 
-    def introduce(self, layers: Sequence[PagedLayer]) -> None:
+    def prepare(self, layers: Sequence[PagedLayer]) -> None:
         pass
 
-    def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
+    def move_layers(self, scatter: bool, sharing: StagedLayers, handle: int | None = None) -> None:
         for layer, staging in sharing.parts():
             if scatter:
                 self.scatter(layer, staging, sharing.rows, sharing.turn)

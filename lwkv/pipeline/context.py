@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lwkv.background.completion_thread import Completions
+from lwkv.background.completion_thread import CompletionThread
 from lwkv.config.settings import Config
 from lwkv.connectors.paged import PagedConnector
 from lwkv.keys import ChunkKey
@@ -16,7 +16,7 @@ from lwkv.transfer import CheckedRequest
 
 
 @dataclass(frozen=True, slots=True)
-class EngineParts:
+class BatchContext:
     """One engine's parts for its batches; `keys_of` gives the key of every chunk of a request.
 
     The deadline of a layer, `config.load_timeout_s` by `clock`, begins when the tiers are asked for it.
@@ -26,6 +26,6 @@ class EngineParts:
     keys_of: Callable[[CheckedRequest], list[ChunkKey]]
     storage: StorageManager
     connector: PagedConnector
-    completions: Completions
+    completions: CompletionThread
     counters: Counters
     clock: Callable[[], float] = time.monotonic

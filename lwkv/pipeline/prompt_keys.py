@@ -14,7 +14,7 @@ from lwkv.transfer import CheckedRequest, Chunking
 NUM_PROMPTS = 32
 
 
-class KeyMemo:
+class PromptKeys:
     """The keys of a namespace; those of the last prompts are made once. Thread-safe.
 
     Ids are int64 (tokens,); those that are in no chunk do not matter. Comparing 8192 of them costs a tenth of

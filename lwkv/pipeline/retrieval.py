@@ -13,8 +13,8 @@ import torch
 
 from lwkv.connectors.loader import Load
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.pipeline.context import EngineParts
-from lwkv.pipeline.tier_pages import Arrivals, Flags
+from lwkv.pipeline.context import BatchContext
+from lwkv.pipeline.tier_pages import Flags, TierPages
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage import Hold, Missing
 from lwkv.transfer import NO_SLOT, CheckedRequest, Transfer
@@ -50,7 +50,7 @@ class BatchRetrieval:
     def __init__(
         self,
         requests: Sequence[CheckedRequest],
-        engine: EngineParts,
+        engine: BatchContext,
         begin_load: BeginLoad | None = None,
     ) -> None:
         self.num_layers = engine.connector.num_layers
@@ -73,11 +73,11 @@ class BatchRetrieval:
                 self._parts.append(self._hold(request))
             if self._holds_any():
                 self._engine.completions.expect(self)
-            self._arrivals = Arrivals(self._engine, [part.hold for part in self._parts])
+            self._tier_pages = TierPages(self._engine, [part.hold for part in self._parts])
             self._alive = np.ones(sum(len(part.hold.found) for part in self._parts), bool)
             self._moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
             if any(self._moved):
-                self._arrivals.ask_up_to(self._config.prefetch_layers)
+                self._tier_pages.ask_up_to(self._config.prefetch_layers)
         return self._moved
 
     def open(self) -> list[int]:
@@ -85,7 +85,7 @@ class BatchRetrieval:
         moved = self.hold()
         if any(moved):
             transfers = [part.transfer for part in self._parts]
-            self._load = self._try(self._begin_load, transfers, self._arrivals.known)
+            self._load = self._try(self._begin_load, transfers, self._tier_pages.known)
         asked = sum(len(request.ids) - request.first for request in self._requests)
         self._engine.counters.add("tokens_asked", asked)
         return moved
@@ -109,7 +109,7 @@ class BatchRetrieval:
 
     def result(self) -> list[torch.Tensor]:
         """For each request, bool (tokens,) on the host: True where every layer of the token was queued."""
-        parts = zip(self._parts, self._arrivals.split(self._alive), strict=True)
+        parts = zip(self._parts, self._tier_pages.split(self._alive), strict=True)
         masks = [_mask(part, alive) for part, alive in parts]
         self._engine.counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
         return masks
@@ -165,11 +165,11 @@ class BatchRetrieval:
 
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
-        self._arrivals.ask_up_to(self._wanted + self._config.prefetch_layers)
-        known = self._arrivals.known is not None
+        self._tier_pages.ask_up_to(self._wanted + self._config.prefetch_layers)
+        known = self._tier_pages.known is not None
         ahead = self._connector.layers_ahead(load, self._wanted, known)
         last = min(self._wanted + ahead, self.num_layers - 1)
-        while self._queued <= last and self._arrivals.are_there(self._queued):
+        while self._queued <= last and self._tier_pages.are_there(self._queued):
             self._queue_next(load)
 
     def _wait_for(self, load: Load, layer: int) -> None:
@@ -192,10 +192,10 @@ class BatchRetrieval:
 
     def _arrived(self, load: Load, layer: int) -> Int64s:
         """The pages of the chunks that are left; those that did not arrive are left out from here on."""
-        if self._arrivals.known is not None:
-            known: Int64s = self._arrivals.known[layer]
+        if self._tier_pages.known is not None:
+            known: Int64s = self._tier_pages.known[layer]
             return known
-        pages = self._arrivals.pages(layer, self._alive)[self._alive]
+        pages = self._tier_pages.pages(layer, self._alive)[self._alive]
         kept = pages >= 0
         if not kept.all():
             self._drop(load, layer, pages, kept)
@@ -222,7 +222,7 @@ class BatchRetrieval:
             # Not the error itself: whoever keeps log records would keep the load with it.
             log.warning("%d chunks are not loaded, their tokens are recomputed: %s", lost, repr(error))
         self._alive[:] = False
-        self._arrivals.known = np.zeros((self.num_layers, 0), np.int64)
+        self._tier_pages.known = np.zeros((self.num_layers, 0), np.int64)
         if self._load is not None:
             chunks = self._load.plan.transfer.num_chunks
             self._connector.drop_chunks(self._load, np.zeros(chunks, bool))

@@ -11,7 +11,7 @@ import numpy as np
 
 from lwkv.connectors.saver import Save
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.pipeline.context import EngineParts
+from lwkv.pipeline.context import BatchContext
 from lwkv.storage import Write
 from lwkv.transfer import CheckedRequest, Transfer
 
@@ -27,7 +27,7 @@ class BatchStoring:
         sync: wait for the current stream before each layer; False only if another store did for this step.
     """
 
-    def __init__(self, requests: Sequence[CheckedRequest], engine: EngineParts, sync: bool) -> None:
+    def __init__(self, requests: Sequence[CheckedRequest], engine: BatchContext, sync: bool) -> None:
         self.num_layers = engine.connector.num_layers
         self._requests = requests
         self._engine = engine

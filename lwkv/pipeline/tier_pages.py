@@ -10,21 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from lwkv.background.exit import waitable
-from lwkv.pipeline.context import EngineParts
+from lwkv.pipeline.context import BatchContext
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage import Hold, LayerPages
 
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 
-class Arrivals:
+class TierPages:
     """What the tiers bring of the chunks held, one hold a request.
 
     Attributes:
         known: all pages, int64 (layers, chunks), where no tier has to be asked for any; else None.
     """
 
-    def __init__(self, engine: EngineParts, holds: Sequence[Hold]) -> None:
+    def __init__(self, engine: BatchContext, holds: Sequence[Hold]) -> None:
         self._engine = engine
         self._holds = holds
         self._futures: list[list[Future[LayerPages]]] = []

@@ -13,8 +13,8 @@ import torch
 
 from lwkv.errors import ConfigError
 from lwkv.platforms import Int64s, Platform
-from lwkv.pool.page_copies import LayerCopies, Slabs
-from lwkv.pool.page_refcounts import PageCounts
+from lwkv.pool.page_copies import PageCopies, Slabs
+from lwkv.pool.page_refcounts import PageRefcounts
 from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class HostPool:
             )
         span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
         self._slabs = Slabs([], np.zeros(0, np.int64), span, self.page_stride)
-        self._counts = PageCounts(span)
+        self._counts = PageRefcounts(span)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self.num_pages = 0
@@ -153,9 +153,9 @@ class HostPool:
         slab, place = divmod(number, self._slabs.span)
         return self._slabs.memory[slab].narrow(0, place * self.page_stride, self.page_bytes)
 
-    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> LayerCopies:
-        """Describe the copies of several layers; arguments and result as in LayerCopies."""
-        return LayerCopies(self._slabs, pages, sizes, device_stride)
+    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> PageCopies:
+        """Describe the copies of several layers; arguments and result as in PageCopies."""
+        return PageCopies(self._slabs, pages, sizes, device_stride)
 
     def close(self) -> None:
         """Hand out nothing any more; the slabs go back to the system with the last page in use."""

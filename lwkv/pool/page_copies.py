@@ -24,7 +24,7 @@ class Slabs(NamedTuple):
     page_stride: int
 
 
-class LayerCopies:
+class PageCopies:
     """The copies of pages to or from buffers, several layers together where they share one.
 
     A batch has the first `sizes[i]` bytes of page `pages[j, i]`, for every layer j of it, at

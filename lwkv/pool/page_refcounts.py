@@ -8,7 +8,7 @@ import numpy.typing as npt
 from lwkv.platforms import Int64s
 
 
-class PageCounts:
+class PageRefcounts:
     """The reference count of every page; pages without a reference are free.
 
     They are handed out as neighbours where there are such, else in as few runs as they fit. A run ends with

@@ -3,8 +3,7 @@
 from lwkv.storage.hold import Hold, LayerPages
 from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.manager import StorageManager
-from lwkv.storage.missing import Missing
-from lwkv.storage.tier import Status, Tier, TierSetup
+from lwkv.storage.tier import Missing, Status, Tier, TierSetup
 from lwkv.storage.write import Write
 
 __all__ = [

@@ -19,7 +19,7 @@ FIRST_REST_S = 1.0
 DOUBLINGS = 6
 
 
-class Calls:
+class CircuitBreaker:
     """One kind of calls to one tier, which is left alone while it fails or does not answer.
 
     One error may be the fault of what was asked for; from the second in a row on, the tier rests for 1 s,

@@ -16,13 +16,12 @@ from lwkv.background.exit import waitable
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
-from lwkv.storage.circuit_breaker import Calls
+from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.host_tier import Chunk
-from lwkv.storage.missing import Missing
-from lwkv.storage.page_quarantine import Quarantine
-from lwkv.storage.tier import Gauged, Lingering, Status, Tier
+from lwkv.storage.page_quarantine import PageQuarantine
+from lwkv.storage.tier import Gauged, Lingering, Missing, Status, Tier
 from lwkv.telemetry.counters import Counters
-from lwkv.telemetry.log_throttle import Rarely
+from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
 
 log = logging.getLogger(__name__)
@@ -49,15 +48,15 @@ class Guard:
         self._pool = pool
         self._timeout_s = timeout_s
         self._counters = counters
-        self._rarely = Rarely(log, clock)
+        self._throttle = LogThrottle(log, clock)
         self.name = tier.name
         self.meter = Meter()
-        self._quarantine = Quarantine(pool, tier.grace_s if isinstance(tier, Lingering) else 0.0, clock)
-        self._looks = Calls(tier.name, "look-up", NUM_LOOKERS, timeout_s, counters, clock)
-        self._reads = Calls(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
-        self._writes = Calls(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
+        self._quarantine = PageQuarantine(pool, tier.grace_s if isinstance(tier, Lingering) else 0.0, clock)
+        self._looks = CircuitBreaker(tier.name, "look-up", NUM_LOOKERS, timeout_s, counters, clock)
+        self._reads = CircuitBreaker(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
+        self._writes = CircuitBreaker(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
         self._calls = (self._writes, self._reads, self._looks)
-        self._end = Calls(tier.name, "close", 1, timeout_s, counters, clock)
+        self._end = CircuitBreaker(tier.name, "close", 1, timeout_s, counters, clock)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether each chunk is there; blocks for `timeout_s` at most, after which none is."""
@@ -164,7 +163,7 @@ class Guard:
             if count:
                 self._counters.add(f"{self._tier.name}_{call}_{ending.value}", count)
         if missed or wrong:
-            self._rarely.warn(
+            self._throttle.warn(
                 "tier %s: %s of %d pages: %d missing, %d failed",
                 self._tier.name,
                 call,

@@ -16,7 +16,7 @@ from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage.guard import FILLED, Guard
 from lwkv.storage.host_tier import Chunk
-from lwkv.storage.missing import Missing
+from lwkv.storage.tier import Missing
 
 
 class LayerPages(NamedTuple):

@@ -54,10 +54,10 @@ class LowerTiers:
         if not guards:
             return
         self._pool.share(chunk.pages)
-        if self._owe((guards, key, chunk)):
+        if self._defer((guards, key, chunk)):
             self._settle(self._pool.max_pages // 2)
         else:
-            self._pay((guards, key, chunk))
+            self._write_now((guards, key, chunk))
 
     def settle(self) -> None:
         """Start to copy all that is not copied yet."""
@@ -88,10 +88,10 @@ class LowerTiers:
 
     def _settle(self, most_pages: int) -> None:
         for _ in range(len(self._debts)):  # no more often: what a tier does not take comes back
-            if (debt := self._next_debt(most_pages)) is not None:
-                self._pay(debt)
+            if (debt := self._next_deferred(most_pages)) is not None:
+                self._write_now(debt)
 
-    def _owe(self, debt: Debt, most_pages: float = float("inf")) -> bool:
+    def _defer(self, debt: Debt, most_pages: float = float("inf")) -> bool:
         """Note that a chunk is to be copied later, if there are no more than `most_pages` then; takes over a
         reference to its pages."""
         num_pages = len(debt[2].pages)
@@ -102,13 +102,13 @@ class LowerTiers:
             self._pages_owed += num_pages
             return True
 
-    def _pay(self, debt: Debt) -> None:
+    def _write_now(self, debt: Debt) -> None:
         guards, key, chunk = debt
         with ExitStack() as ending:
             ending.callback(self._pool.release, chunk.pages)
             self._write(guards, key, chunk)
 
-    def _next_debt(self, most_pages: int) -> Debt | None:
+    def _next_deferred(self, most_pages: int) -> Debt | None:
         with self._lock:
             if self._pages_owed <= most_pages:
                 return None
@@ -126,7 +126,7 @@ class LowerTiers:
             put.add_done_callback(partial(self._written, ((guard,), key, chunk)))
 
     def _written(self, debt: Debt, put: Future[bool]) -> None:
-        if put.cancelled() and self._owe(debt, self._pool.max_pages // 2):
+        if put.cancelled() and self._defer(debt, self._pool.max_pages // 2):
             return
         if put.cancelled() or put.exception() is not None or not put.result():
             with self._lock:

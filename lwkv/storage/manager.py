@@ -23,7 +23,7 @@ from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.tier import Tier
 from lwkv.storage.write import Write
 from lwkv.telemetry.counters import Counters
-from lwkv.telemetry.log_throttle import Rarely
+from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class StorageManager:
         self._growth = Workers("growth", 1, use_device)
         self._writing: set[ChunkKey] = set()
         self._lock = threading.Lock()
-        self._rarely = Rarely(log, clock)
+        self._throttle = LogThrottle(log, clock)
 
     @property
     def writes_in_flight(self) -> int:
@@ -218,7 +218,7 @@ class StorageManager:
         self._unclaim(keys)
         self._counters.add("stores_refused")
         self._counters.add("chunks_refused", len(keys))
-        self._rarely.warn("no room for %d chunks in host memory: not stored", len(keys))
+        self._throttle.warn("no room for %d chunks in host memory: not stored", len(keys))
 
     def _grow_ahead(self, num_pages: int) -> None:
         # The next store of this size is not to wait for memory to be page-locked.

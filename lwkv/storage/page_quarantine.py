@@ -10,7 +10,7 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
 
 
-class Quarantine:
+class PageQuarantine:
     """Keeps pages from being handed out again until `grace_s` seconds have passed. Thread-safe.
 
     Nobody watches the clock: `let_go` frees those whose time is over.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,19 @@ class Status(Enum):
     OK = "ok"
     MISS = "miss"
     ERROR = "error"
+
+
+class Missing(IntEnum):
+    """Why a chunk has no page in a layer. It stands where the page's number would, and is below 0."""
+
+    MISS = -1
+    """The tier that had the chunk does not have this layer of it."""
+    ERROR = -2
+    """Its tier failed, or is left alone because it did."""
+    NO_MEMORY = -3
+    """No page of host memory was free, and none could be freed."""
+    LATE = -4
+    """It did not arrive in time."""
 
 
 class Tier(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 PERIOD_S = 60.0
 
 
-class Rarely:
+class LogThrottle:
     """Warns at most once in `PERIOD_S` seconds and tells how often it kept silent since. Thread-safe.
 
     Counters have the totals: a line a request would only bury them.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lwkv.background.completion_thread import Completions
+from lwkv.background.completion_thread import CompletionThread
 from lwkv.telemetry.counters import Counters
 
 LONG_S = 20.0
@@ -19,15 +19,15 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def completions(counters: Counters) -> Iterator[Completions]:
-    made = Completions(counters)
+def completions(counters: Counters) -> Iterator[CompletionThread]:
+    made = CompletionThread(counters)
     yield made
     made.leave()
     made.join(LONG_S)
     assert not made._thread.is_alive()
 
 
-def held(completions: Completions) -> threading.Event:
+def held(completions: CompletionThread) -> threading.Event:
     """Keep the thread busy until the event is set."""
     running, gate = threading.Event(), threading.Event()
     completions.submit(lambda: (running.set(), gate.wait(LONG_S)))
@@ -35,7 +35,7 @@ def held(completions: Completions) -> threading.Event:
     return gate
 
 
-def test_jobs_run_in_order_and_idle_is_when_all_have_ended(completions: Completions) -> None:
+def test_jobs_run_in_order_and_idle_is_when_all_have_ended(completions: CompletionThread) -> None:
     seen: list[int] = []
     for number in range(50):
         completions.submit(lambda number=number: seen.append(number))
@@ -44,7 +44,7 @@ def test_jobs_run_in_order_and_idle_is_when_all_have_ended(completions: Completi
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.001, -5.0])
-def test_waiting_ends_at_its_timeout(completions: Completions, timeout_s: float) -> None:
+def test_waiting_ends_at_its_timeout(completions: CompletionThread, timeout_s: float) -> None:
     gate = held(completions)
     assert not completions.wait_idle(timeout_s)
     gate.set()
@@ -53,7 +53,7 @@ def test_waiting_ends_at_its_timeout(completions: Completions, timeout_s: float)
 
 @pytest.mark.parametrize("error", [KeyError("k"), SystemExit(3)], ids=repr)
 def test_a_job_that_raises_is_counted_and_the_next_one_runs(
-    completions: Completions, counters: Counters, error: BaseException
+    completions: CompletionThread, counters: Counters, error: BaseException
 ) -> None:
     def fail() -> None:
         raise error
@@ -65,14 +65,14 @@ def test_a_job_that_raises_is_counted_and_the_next_one_runs(
     assert (seen, counters.totals()) == ([1], {"transfer_errors": 1})
 
 
-def test_the_thread_ends_once_closed_and_waiting_still_tells_idle(completions: Completions) -> None:
+def test_the_thread_ends_once_closed_and_waiting_still_tells_idle(completions: CompletionThread) -> None:
     completions.close()
     completions.join(LONG_S)
     assert not completions._thread.is_alive()
     assert completions.wait_idle(0)
 
 
-def test_a_batch_that_is_expected_keeps_the_thread_beyond_close(completions: Completions) -> None:
+def test_a_batch_that_is_expected_keeps_the_thread_beyond_close(completions: CompletionThread) -> None:
     batch, seen = object(), list[int]()
     completions.expect(batch)
     completions.close()
@@ -83,7 +83,7 @@ def test_a_batch_that_is_expected_keeps_the_thread_beyond_close(completions: Com
     assert seen == [1]
 
 
-def test_leaving_ends_what_is_queued_and_waits_for_no_batch(completions: Completions) -> None:
+def test_leaving_ends_what_is_queued_and_waits_for_no_batch(completions: CompletionThread) -> None:
     seen: list[int] = []
     gate = held(completions)
     completions.expect(object())
@@ -94,7 +94,7 @@ def test_leaving_ends_what_is_queued_and_waits_for_no_batch(completions: Complet
     assert seen == [1]
 
 
-def test_a_child_process_waits_for_no_thread_that_it_does_not_have(completions: Completions) -> None:
+def test_a_child_process_waits_for_no_thread_that_it_does_not_have(completions: CompletionThread) -> None:
     gate = held(completions)
     completions.submit(lambda: None)
     pid = os.fork()
@@ -104,7 +104,7 @@ def test_a_child_process_waits_for_no_thread_that_it_does_not_have(completions: 
     gate.set()
 
 
-def test_a_finalizer_may_submit_from_within_submitting(completions: Completions) -> None:
+def test_a_finalizer_may_submit_from_within_submitting(completions: CompletionThread) -> None:
     """The queue's `put` is left as often as it is entered, and nothing is lost."""
     seen: list[str] = []
 

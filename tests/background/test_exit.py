@@ -26,7 +26,7 @@ def test_any_time_can_be_waited_for(seconds: float, wanted: float) -> None:
 BUSY = """
 import sys, threading, torch
 from lwkv.telemetry.counters import Counters
-from lwkv.background.completion_thread import Completions
+from lwkv.background.completion_thread import CompletionThread
 from lwkv.background.workers import Workers
 
 torch.set_num_threads(1)
@@ -45,7 +45,7 @@ threading.Thread(target=lambda: (threading.main_thread().join(), left.set())).st
 """
 MADE = {
     "workers": "workers = Workers('exit', 1); workers.submit(busy); workers.submit(lambda: print('queued'))",
-    "completions": "Completions(Counters()).submit(busy)",
+    "completions": "CompletionThread(Counters()).submit(busy)",
 }
 
 

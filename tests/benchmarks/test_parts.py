@@ -87,14 +87,14 @@ def test_a_wrong_byte_is_found_and_is_a_fault(bench: Bench, monkeypatch: pytest.
         if not scatter or sharing.layers[0] is not first[0]:
             move_rightly(self, scatter, sharing, *rest)
 
-    def introduce(self: Any, layers: Any) -> None:
+    def prepare(self: Any, layers: Any) -> None:
         first[:] = layers[:1]
         introduce_rightly(self, layers)
 
     first: list[Any] = []
-    move_rightly, introduce_rightly = kernels.move_layers, kernels.introduce
+    move_rightly, introduce_rightly = kernels.move_layers, kernels.prepare
     monkeypatch.setattr(kernels, "move_layers", move_all_but_the_first)
-    monkeypatch.setattr(kernels, "introduce", introduce)
+    monkeypatch.setattr(kernels, "prepare", prepare)
     for measure in (measure_moves, measure_sweep, measure_throttled):
         found = measure(bench)
         assert list(found.faults())

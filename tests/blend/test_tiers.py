@@ -114,7 +114,7 @@ def test_an_exact_segment_behind_a_lost_prefix_is_reused_though_computing_is_che
     tier.closed = False
     second = Bench(shape, device, tiers=[tier], blend_recompute_ratios=[1.0])
     blender = second.blender(shared_prefix=())
-    lose(tier, second.engine._memo.keys(np.array(tokens[:CHUNK]), ()), 2, Status.ERROR)
+    lose(tier, second.engine._prompt_keys.keys(np.array(tokens[:CHUNK]), ()), 2, Status.ERROR)
     controller = blender._shares.controller
     assert controller is not None
     controller.compute_s, controller.load_s = 1e-5, 1e-6

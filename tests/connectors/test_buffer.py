@@ -39,7 +39,7 @@ class Bench:
         assert self.engine.flush()
 
     def hold(self) -> Any:
-        return self.engine._storage.hold(self.engine._memo.keys(np.array(TOKENS), ()))
+        return self.engine._storage.hold(self.engine._prompt_keys.keys(np.array(TOKENS), ()))
 
     def queue(self, load: Any, hold: Any, layers: range) -> None:
         for layer in layers:
@@ -211,7 +211,7 @@ def test_a_chunk_that_fails_late_does_not_disturb_layers_queued_before(
     bench.fill()
     bench.engine.close()
     again: Bench = make_bench(tiers=[tier], lookahead=lookahead)
-    failing = again.engine._memo.keys(np.array(TOKENS), ())[1]
+    failing = again.engine._prompt_keys.keys(np.array(TOKENS), ())[1]
     tier.fails = lambda key: Status.MISS if (key.chunk, key.layer) == (failing, layer) else Status.OK
     with again.engine as engine:
         *_, mask = engine.retrieve_layer(TOKENS, slot_mapping=INTO, sync=sync)

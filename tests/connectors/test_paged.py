@@ -360,7 +360,7 @@ def test_a_load_keeps_its_tables_until_no_stream_reads_them(
     with oracle.engine(8, tiers=[tier]) as engine:
         store(oracle, engine, tokens, run_slots(0, 24))
     with oracle.engine(8, tiers=[tier]) as engine:
-        last = engine._memo.keys(np.array(tokens), ())[-1]
+        last = engine._prompt_keys.keys(np.array(tokens), ())[-1]
         tier.fails = lambda key: Status.ERROR if (key.layer, key.chunk) == (1, last) else Status.OK
         tables = watch_pinned(monkeypatch, engine.connector.platform)
         with held_completions(engine):

@@ -10,7 +10,7 @@ import torch
 
 from lwkv.connectors import Rope
 from lwkv.connectors.rope import Turning
-from lwkv.connectors.row_tables import Uploads
+from lwkv.connectors.row_tables import RowTables
 from lwkv.errors import ConfigError
 from lwkv.platforms import Platform
 
@@ -24,7 +24,7 @@ def test_frequencies_are_finite_and_there(frequencies: tuple[float, ...]) -> Non
 def test_each_row_has_the_cosines_and_sines_of_its_shift(platform: Platform, device: torch.device) -> None:
     frequencies, shift = (1.0, 0.1, 0.003), np.array([5, -70000, 5, 0], np.int64)
     stream = platform.current_stream(device)
-    turning = Turning(Rope(frequencies), shift, Uploads(platform, device, stream, {}))
+    turning = Turning(Rope(frequencies), shift, RowTables(platform, device, stream, {}))
     rows = np.array([3, 1, 0], np.int64)
     turn = turning.of(rows)
     platform.synchronize_device(device)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lwkv.kernels import Kernels, Rows, Sharing, TorchKernels, choose_kernels
+from lwkv.kernels import Kernels, Rows, StagedLayers, TorchKernels, choose_kernels
 from lwkv.layouts.layout import PagedLayer
 from lwkv.platforms import Platform
 
@@ -186,17 +186,17 @@ def test_neighbouring_layers_move_together_as_one_by_one(
         paged.cache.add_(7 * number)
     paged = [one.copy_to(device) for one in made]
     layers = [one.layer for one in paged]
-    kernels.introduce(layers)
+    kernels.prepare(layers)
     slots, step = [17, 3, 4, 9, 10], 16 * layers[0].row_bytes
     rows = on(make_rows(slots, 2, parts), device)
     staging = torch.full(((last - first) * step,), PADDING, dtype=torch.uint8, device=device)
-    run(lambda: kernels.move_layers(False, Sharing(layers[first:last], staging, step, rows)))
+    run(lambda: kernels.move_layers(False, StagedLayers(layers[first:last], staging, step, rows)))
     for staged, one in zip(staging.cpu().view(-1, step), made[first:last], strict=True):
         packed = expected_staging(one, slots, 2)
         assert torch.equal(staged[: packed.numel()], packed)
         assert staged[packed.numel() :].eq(PADDING).all()
     turned = rows._replace(slots=rows.slots.flip(0))
-    run(lambda: kernels.move_layers(True, Sharing(layers[first:last], staging, step, turned)))
+    run(lambda: kernels.move_layers(True, StagedLayers(layers[first:last], staging, step, turned)))
     for number, (one, before) in enumerate(zip(paged, made, strict=True)):
         wanted = replace(before, memory=before.memory.clone())
         if first <= number < last:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwkv.kernels import Kernels, Rows, Sharing, Turn
+from lwkv.kernels import Kernels, Rows, StagedLayers, Turn
 from lwkv.layouts.layout import PagedLayer
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,7 +73,7 @@ def turn(kernels: Kernels, run: Callable, device: torch.device) -> Callable[...,
         layer = PagedLayer("deep.0", raw.dtype, k.view(INTEGERS[raw.dtype.itemsize]), None)
         number = torch.arange(len(raw), device=device)
         staging, how = raw.to(device).view(torch.uint8).flatten(), turn_by(shift, half, interleaved, device)
-        sharing = Sharing([layer], staging, 0, Rows(number, number, number), how)
+        sharing = StagedLayers([layer], staging, 0, Rows(number, number, number), how)
         run(lambda: kernels.move_layers(True, sharing))
         return k[0].cpu()
 
@@ -125,7 +125,7 @@ def test_a_rotated_scatter_turns_k_and_leaves_v(
     staging = raw.view(torch.uint8).flatten().to(device)
     numbers = [torch.tensor(n).to(device) for n in ([19, 3, 11, 4], [0, 1, 2, 3], [4, 5, 6, 7])]
     shift = torch.tensor([5, -2, 100, 0])
-    sharing = Sharing([layer], staging, 0, Rows(*numbers), turn_by(shift, half, interleaved, device))
+    sharing = StagedLayers([layer], staging, 0, Rows(*numbers), turn_by(shift, half, interleaved, device))
     run(lambda: kernels.move_layers(True, sharing))
     k, v = cache.cpu().view(dtype).flatten(1, 2)
     close(k[[19, 3, 11, 4]], rope(raw[:4], shift, half, interleaved), dtype)
@@ -142,4 +142,4 @@ def test_a_cache_of_raw_bytes_cannot_be_rotated(kernels: Kernels, device: torch.
     turn = Turn(*torch.zeros(2, 0, 4, device=device), none, False)
     staging = torch.zeros(8, dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match=r"'deep\.0' is torch\.uint8.*only float"):
-        kernels.move_layers(True, Sharing([layer], staging, 0, Rows(none, none, none), turn))
+        kernels.move_layers(True, StagedLayers([layer], staging, 0, Rows(none, none, none), turn))

@@ -9,13 +9,13 @@ import pytest
 
 from lwkv.keys import chunk_keys
 from lwkv.pipeline import prompt_keys
-from lwkv.pipeline.prompt_keys import NUM_PROMPTS, KeyMemo
+from lwkv.pipeline.prompt_keys import NUM_PROMPTS, PromptKeys
 from lwkv.transfer import Chunking
 
 
 @pytest.fixture
-def memo() -> KeyMemo:
-    return KeyMemo("model", Chunking(3, partial=False))
+def memo() -> PromptKeys:
+    return PromptKeys("model", Chunking(3, partial=False))
 
 
 @pytest.fixture
@@ -26,25 +26,25 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_the_same_prompt_is_hashed_once(memo: KeyMemo, made: list[Any]) -> None:
+def test_the_same_prompt_is_hashed_once(memo: PromptKeys, made: list[Any]) -> None:
     first = memo.keys(np.arange(7), ("lora",))
     assert memo.keys(np.arange(7), ("lora",)) == first == chunk_keys(range(7), 3, "model", ["lora"])
     assert len(made) == 1
 
 
 def test_a_rest_that_fills_no_chunk_has_a_key_where_these_count() -> None:
-    memo = KeyMemo("model", Chunking(3, partial=True))
+    memo = PromptKeys("model", Chunking(3, partial=True))
     assert memo.keys(np.arange(7), ()) == chunk_keys(range(7), 3, "model", partial=True)
 
 
-def test_another_token_length_or_salt_is_another_prompt(memo: KeyMemo, made: list[Any]) -> None:
+def test_another_token_length_or_salt_is_another_prompt(memo: PromptKeys, made: list[Any]) -> None:
     asked = [(np.arange(9), ()), (np.arange(6), ()), (np.arange(9)[::-1], ()), (np.arange(9), ("a",))]
     for ids, salts in asked * 2:
         assert memo.keys(ids, salts) == chunk_keys(ids, 3, "model", salts)
     assert len(made) == 4
 
 
-def test_ids_that_change_afterwards_do_not_change_what_is_remembered(memo: KeyMemo) -> None:
+def test_ids_that_change_afterwards_do_not_change_what_is_remembered(memo: PromptKeys) -> None:
     ids = np.arange(6)
     before = memo.keys(ids, ())
     ids[0] = 99
@@ -52,7 +52,7 @@ def test_ids_that_change_afterwards_do_not_change_what_is_remembered(memo: KeyMe
     assert memo.keys(np.arange(6), ()) == before
 
 
-def test_only_the_last_prompts_are_kept(memo: KeyMemo, made: list[Any]) -> None:
+def test_only_the_last_prompts_are_kept(memo: PromptKeys, made: list[Any]) -> None:
     for number in range(NUM_PROMPTS + 1):
         memo.keys(np.array([number, 1, 2]), ())
     memo.keys(np.array([NUM_PROMPTS, 1, 2]), ())
@@ -61,14 +61,14 @@ def test_only_the_last_prompts_are_kept(memo: KeyMemo, made: list[Any]) -> None:
     assert len(made) == NUM_PROMPTS + 2
 
 
-def test_keys_that_were_made_elsewhere_are_not_made_again(memo: KeyMemo, made: list[Any]) -> None:
+def test_keys_that_were_made_elsewhere_are_not_made_again(memo: PromptKeys, made: list[Any]) -> None:
     keys = chunk_keys(range(6), 3, "model", ["lora"])
     memo.remember(np.arange(6), ("lora",), keys)
     assert memo.keys(np.arange(6), ("lora",)) == keys
     assert not made
 
 
-def test_prompts_that_agree_here_and_there_are_told_apart(memo: KeyMemo) -> None:
+def test_prompts_that_agree_here_and_there_are_told_apart(memo: PromptKeys) -> None:
     one, other = np.zeros(300, np.int64), np.zeros(300, np.int64)
     other[100] = 7
     for ids in (one, other, one):

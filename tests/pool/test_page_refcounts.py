@@ -9,15 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lwkv.pool.page_refcounts import PageCounts
+from lwkv.pool.page_refcounts import PageRefcounts
 
 SPAN = 7
 SLABS = 3
 
 
-def with_free(free: Sequence[int]) -> PageCounts:
+def with_free(free: Sequence[int]) -> PageRefcounts:
     """Pages of which these are free and all others in use."""
-    pages = PageCounts(SPAN)
+    pages = PageRefcounts(SPAN)
     pages.grow(SLABS * SPAN)
     pages.take(SLABS * SPAN)
     pages.release(np.array(free, np.int64))
@@ -125,7 +125,7 @@ def test_a_run_ends_with_its_slab() -> None:
 
 
 def test_pages_that_are_added_are_free() -> None:
-    pages = PageCounts(SPAN)
+    pages = PageRefcounts(SPAN)
     assert (pages.num_free, pages.take(0).tolist()) == (0, [])
     pages.grow(3)
     assert pages.take(1).tolist() == [0]

@@ -66,7 +66,7 @@ class Traffic:
 
     def load_turned(self, tokens: list[int], slots: list[int], in_place: bool, behind: Any = None) -> None:
         """Through the buffer or past it, with every key moved to another position."""
-        hold = self.engine._storage.hold(self.engine._memo.keys(np.array(tokens), ()))
+        hold = self.engine._storage.hold(self.engine._prompt_keys.keys(np.array(tokens), ()))
         moved, shift = Transfer(np.full(3, CHUNK), np.array(slots)), np.repeat([5, 0, -9], CHUNK)
         load = self.connector.begin_load(moved, shift=shift, in_place=in_place, behind=behind)
         for layer in range(LAYERS):

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 from storage.rig import Clock
 
-from lwkv.storage.circuit_breaker import Calls
+from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.telemetry.counters import Counters
 
 LONG_S = 20.0
@@ -20,7 +20,7 @@ class Peer:
         self.clock = Clock()
         self.counters = Counters()
         self.gate = threading.Event()
-        self.calls = Calls("disk", "read", num_threads, 10.0, self.counters, self.clock)
+        self.calls = CircuitBreaker("disk", "read", num_threads, 10.0, self.counters, self.clock)
 
     def fail(self) -> BaseException | None:
         """Make a call that raises; return what came of it, None if it was not made."""

@@ -6,14 +6,14 @@ import logging
 
 import pytest
 
-from lwkv.telemetry.log_throttle import PERIOD_S, Rarely
+from lwkv.telemetry.log_throttle import PERIOD_S, LogThrottle
 
 
 def test_a_line_comes_at_once_then_once_a_period_with_the_number_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [7.0]
-    rarely = Rarely(logging.getLogger("test"), lambda: now[0])
+    rarely = LogThrottle(logging.getLogger("test"), lambda: now[0])
     for step in range(5):
         rarely.warn("no room for %d", step)
         now[0] += PERIOD_S / 2

@@ -16,13 +16,13 @@ from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
 from lwkv.integrations.vllm.events import as_event
 from lwkv.integrations.vllm.index import ChunkIndex
-from lwkv.integrations.vllm.kv_events import Chronicle
+from lwkv.integrations.vllm.kv_events import KVEventLog
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
 from lwkv.integrations.vllm.settings import Settings, is_layerwise, read_settings
 from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
-from lwkv.integrations.vllm.tier_lookup import open_below
+from lwkv.integrations.vllm.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.versions import check_version
 from lwkv.integrations.vllm.worker import WorkerSide
 from lwkv.platforms import platform_for
@@ -164,7 +164,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
     config, role = settings.config, vllm_config.kv_transfer_config
     group = only_group(kv_cache_config)
     ranks = vllm_config.parallel_config.world_size
-    below = partial(open_below, config) if tier_urls(config) else None
+    below = partial(open_lower_tiers, config) if tier_urls(config) else None
     index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk, below)
     return SchedulerSide(
         config,
@@ -173,7 +173,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         block_size=group.kv_cache_spec.block_size,
         num_ranks=ranks,
         window=window_of(group),
-        chronicle=Chronicle(config.chunk_size) if _announces(vllm_config) else None,
+        chronicle=KVEventLog(config.chunk_size) if _announces(vllm_config) else None,
     )
 
 

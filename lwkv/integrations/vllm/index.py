@@ -48,7 +48,7 @@ class ChunkIndex:
         num_ranks: of which every one must have been heard of before anything is there at all.
         chunk_size: tokens of a chunk.
         partial: whether the rest of a prompt that fills no chunk is one as well.
-        open_below: opens a rank's tiers below host memory, which the scheduler reaches itself.
+        open_lower_tiers: opens a rank's tiers below host memory, which the scheduler reaches itself.
         clock: seconds.
 
     Attributes:
@@ -60,7 +60,7 @@ class ChunkIndex:
         num_ranks: int,
         chunk_size: int,
         partial: bool = False,
-        open_below: Callable[[RankInfo], Below] | None = None,
+        open_lower_tiers: Callable[[RankInfo], Below] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -68,7 +68,7 @@ class ChunkIndex:
         self._num_ranks = num_ranks
         self._chunk_size = chunk_size
         self._partial = partial
-        self._open_below = open_below
+        self._open_below = open_lower_tiers
         self._ranks: dict[int, Rank] = {}
 
     @property

@@ -27,7 +27,7 @@ class Removed:
     hash: bytes
 
 
-class Chronicle:
+class KVEventLog:
     """Writes down what the first rank reports; all ranks store and load the same chunks."""
 
     def __init__(self, chunk_size: int) -> None:

@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Tracked:
+class RequestState:
     """A request and how far its chunks are taken care of.
 
     Attributes:
@@ -56,7 +56,7 @@ class Tracked:
     _found_at: float = 0.0
 
     @classmethod
-    def follow(cls, request: Any, chunking: Chunking, epoch: str) -> Tracked:
+    def follow(cls, request: Any, chunking: Chunking, epoch: str) -> RequestState:
         return cls(request, salts_of(request, epoch), chunking)
 
     def keys(self, index: ChunkIndex, num_tokens: int) -> RankKeys:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lwkv.integrations.vllm.request_state import Tracked
+from lwkv.integrations.vllm.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class ScheduledRequest:
     """What a step does for a request.
 
     Attributes:
@@ -17,7 +17,7 @@ class Scheduled:
         blocks: gives vLLM's blocks of the request in this step.
     """
 
-    tracked: Tracked
+    tracked: RequestState
     begin: int
     computed: int
     in_place: int

@@ -10,12 +10,12 @@ from uuid import uuid4
 
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.index import ChunkIndex
-from lwkv.integrations.vllm.kv_events import Chronicle, Removed, Stored
+from lwkv.integrations.vllm.kv_events import KVEventLog, Removed, Stored
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders, unpacked
 from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.reports import StepReports
-from lwkv.integrations.vllm.request_state import Span, Tracked
-from lwkv.integrations.vllm.scheduled import Scheduled
+from lwkv.integrations.vllm.request_state import RequestState, Span
+from lwkv.integrations.vllm.scheduled import ScheduledRequest
 from lwkv.integrations.vllm.stale_blocks import StaleBlocks
 from lwkv.transfer import Chunking
 
@@ -53,7 +53,7 @@ class SchedulerSide:
         block_size: int,
         num_ranks: int = 1,
         window: int | None = None,
-        chronicle: Chronicle | None = None,
+        chronicle: KVEventLog | None = None,
     ) -> None:
         self.index = index
         self._chronicle = chronicle
@@ -62,14 +62,14 @@ class SchedulerSide:
         self._block_size = block_size
         self._num_ranks = num_ranks
         self._window = window
-        self._tracked: dict[str, Tracked] = {}
-        self._ended: list[Tracked] = []
+        self._tracked: dict[str, RequestState] = {}
+        self._ended: list[RequestState] = []
         self._step = 0
         self._acknowledged = 0
         self._last_load = 0
         self._epoch = ""
         self._stale = StaleBlocks(block_size)
-        self._cared_for: dict[int, list[tuple[Tracked, int]]] = {}
+        self._cared_for: dict[int, list[tuple[RequestState, int]]] = {}
 
     def num_new_matched_tokens(self, request: Any, num_local: int) -> int:
         """Tokens beyond the first `num_local` that can be loaded; asked any number of times."""
@@ -132,12 +132,12 @@ class SchedulerSide:
         self._tracked.clear()
         self.index.clear()
 
-    def _follow(self, request: Any) -> Tracked:
+    def _follow(self, request: Any) -> RequestState:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             config = self._config
             chunking = Chunking(config.chunk_size, config.save_unfull_chunk, self.index.tokens_per_row)
-            tracked = Tracked.follow(request, chunking, self._epoch)
+            tracked = RequestState.follow(request, chunking, self._epoch)
             self._tracked[request.request_id] = tracked
         return tracked
 
@@ -152,7 +152,7 @@ class SchedulerSide:
                 # A load may still fail on which it has computed.
                 self._ended.append(tracked)
 
-    def _scheduled(self, output: Any) -> Iterator[Scheduled]:
+    def _scheduled(self, output: Any) -> Iterator[ScheduledRequest]:
         """The step's requests that are followed, with their blocks as they are now."""
         for new in output.scheduled_new_reqs:
             yield from self._part(output, new.req_id, new.num_computed_tokens, new.block_ids, True)
@@ -165,7 +165,7 @@ class SchedulerSide:
 
     def _part(
         self, output: Any, request_id: str, computed: int, blocks: Any, anew: bool
-    ) -> Iterator[Scheduled]:
+    ) -> Iterator[ScheduledRequest]:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
@@ -179,9 +179,11 @@ class SchedulerSide:
         if tracked.is_settled(computed, self._storable(tracked, in_place)) and not is_touched:
             return
         state = getattr(output, "kv_connector_block_state", None)
-        yield Scheduled(tracked, begin, computed, in_place, partial(self._blocks, tracked, state, computed))
+        yield ScheduledRequest(
+            tracked, begin, computed, in_place, partial(self._blocks, tracked, state, computed)
+        )
 
-    def _blocks(self, tracked: Tracked, state: Any, computed: int) -> Sequence[int]:
+    def _blocks(self, tracked: RequestState, state: Any, computed: int) -> Sequence[int]:
         """The request's blocks: from vLLM 0.30 on its own word, before that what was followed."""
         told = None if state is None else state.get_block_ids(tracked.request.request_id)
         if told is not None:
@@ -189,7 +191,7 @@ class SchedulerSide:
         gone = 0 if self._window is None else max(0, computed - self._window + 1) // self._block_size
         return [NULL_BLOCK] * min(gone, len(tracked.blocks)) + tracked.blocks[gone:]
 
-    def _stores(self, scheduled: Sequence[Scheduled]) -> list[Move]:
+    def _stores(self, scheduled: Sequence[ScheduledRequest]) -> list[Move]:
         before = [(item.tracked, item.tracked.cared_for) for item in scheduled]
         spans = [(item, self._to_store(item)) for item in scheduled]
         stores = [self._move(item, span) for item, span in spans if span is not None]
@@ -197,7 +199,7 @@ class SchedulerSide:
             self._cared_for[self._step] = before
         return stores
 
-    def _move(self, item: Scheduled, span: Span) -> Move:
+    def _move(self, item: ScheduledRequest, span: Span) -> Move:
         move = item.tracked.move(self.index, span, item.blocks())
         if self._chronicle is not None and move.keys:
             lora = getattr(item.tracked.request, "lora_request", None)
@@ -205,7 +207,7 @@ class SchedulerSide:
             self._chronicle.expect(move, keys, None if lora is None else str(lora.lora_name))
         return move
 
-    def _to_store(self, item: Scheduled) -> Span | None:
+    def _to_store(self, item: ScheduledRequest) -> Span | None:
         tracked = item.tracked
         if self._num_ranks > 1 and self._last_load > self._acknowledged:
             tracked.sound = min(tracked.sound, item.computed)
@@ -216,7 +218,7 @@ class SchedulerSide:
             in_place = min(in_place, tracked.spoiled_from)
         return tracked.store(self.index, item.computed, in_place)
 
-    def _storable(self, tracked: Tracked, in_place: int) -> int:
+    def _storable(self, tracked: RequestState, in_place: int) -> int:
         """Those of the first `in_place` tokens that are to be stored at all."""
         if self._config.save_decode_cache:
             # What comes after the known tokens are drafts, or ids that are still being sampled.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lwkv.integrations.vllm.orders import NULL_BLOCK
-from lwkv.integrations.vllm.scheduled import Scheduled
+from lwkv.integrations.vllm.scheduled import ScheduledRequest
 
 
 class StaleBlocks:
@@ -39,7 +39,7 @@ class StaleBlocks:
         """Whether a request has to pass a step that writes `written`; `seen` additions were tested."""
         return bool(self._sound) and (seen != self.additions or not self._sound.keys().isdisjoint(written))
 
-    def pass_step(self, scheduled: Sequence[Scheduled]) -> None:
+    def pass_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Take out what a step computes, mark requests that compute on the rest, and put in what these do."""
         for item in scheduled:
             spoiled_from = item.tracked.spoiled_from
@@ -59,7 +59,7 @@ class StaleBlocks:
         for item in scheduled:
             item.tracked.tested_after = self.additions
 
-    def _take_out(self, item: Scheduled, blocks: Sequence[int]) -> None:
+    def _take_out(self, item: ScheduledRequest, blocks: Sequence[int]) -> None:
         size = self._block_size
         first = item.begin // size
         for number, block in enumerate(blocks[first : -(-item.in_place // size)], first):
@@ -70,7 +70,7 @@ class StaleBlocks:
                 if self._sound[block] == size:
                     del self._sound[block]
 
-    def _mark(self, item: Scheduled, blocks: Sequence[int]) -> None:
+    def _mark(self, item: ScheduledRequest, blocks: Sequence[int]) -> None:
         size, tracked = self._block_size, item.tracked
         read = blocks[: -(-item.computed // size)]
         if tracked.spoiled_from is None and not self._sound.keys().isdisjoint(read):

@@ -11,7 +11,7 @@ from lwkv.config.settings import Config
 from lwkv.integrations.vllm.reports import RankInfo
 from lwkv.keys import ChunkKey
 from lwkv.storage import Tier, TierSetup
-from lwkv.storage.circuit_breaker import Calls
+from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.registry import open_tiers
 from lwkv.telemetry.counters import Counters
 
@@ -24,7 +24,7 @@ class LowerTier:
 
     def __init__(self, tier: Tier, counters: Counters) -> None:
         self._tier = tier
-        self._calls = Calls(tier.name, "lookup", 1, ANSWER_S, counters, time.monotonic)
+        self._calls = CircuitBreaker(tier.name, "lookup", 1, ANSWER_S, counters, time.monotonic)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         call = self._calls.submit(partial(self._tier.contains, keys, ANSWER_S))
@@ -39,7 +39,7 @@ class LowerTier:
 
 
 class LowerTiers:
-    """One rank's tiers below host memory, nearest first; see `open_below`."""
+    """One rank's tiers below host memory, nearest first; see `open_lower_tiers`."""
 
     def __init__(self, tiers: Sequence[LowerTier]) -> None:
         self._tiers = tiers
@@ -59,7 +59,7 @@ class LowerTiers:
             tier.close()
 
 
-def open_below(config: Config, info: RankInfo) -> LowerTiers:
+def open_lower_tiers(config: Config, info: RankInfo) -> LowerTiers:
     """Open a rank's lower tiers a second time, for lookups. Raises ConfigError."""
     counters = Counters()
     setup = TierSetup(config, info.num_layers, info.page_bytes, info.page_format, counters)

@@ -16,7 +16,7 @@ from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.steps import LayerSteps
-from lwkv.telemetry.log_throttle import Rarely
+from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.prometheus import is_gauge
 from lwkv.transfer import NO_SLOT
 
@@ -56,7 +56,7 @@ class WorkerSide:
         self._presence = Presence(engine.parts().storage)
         self._load_steps = LayerSteps(engine)
         self._store_steps = LayerSteps(engine)
-        self._rarely = Rarely(log)
+        self._throttle = LogThrottle(log)
         self._orders = StepOrders(0, 0)
         self._loads: list[Request] = []
         self._failed_step = 0
@@ -194,7 +194,7 @@ class WorkerSide:
         chunks = np.unique(missing // self.engine.config.chunk_size).tolist()
         keys = self._keys(move)
         self._failed += [keys[chunk] for chunk in chunks]
-        self._rarely.warn("%d tokens could not be loaded; vLLM computes them again", len(missing))
+        self._throttle.warn("%d tokens could not be loaded; vLLM computes them again", len(missing))
 
     def _end_stores(self) -> bool:
         """Whether the step's stores were accepted, or there were none."""

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from lwkv.kernels.protocol import Rows, Sharing, Turn
+from lwkv.kernels.protocol import Rows, StagedLayers, Turn
 from lwkv.kernels.rotation import check_rotatable
 from lwkv.kernels.triton import rotation_source, source
 from lwkv.kernels.triton.joined import join_layers
@@ -31,16 +31,16 @@ class TritonKernels:
         self._joined: dict[tuple[bool, PagedLayer], Launch] = {}
 
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self.move_layers(True, Sharing([layer], staging, 0, rows))
+        self.move_layers(True, StagedLayers([layer], staging, 0, rows))
 
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        self.move_layers(False, Sharing([layer], staging, 0, rows))
+        self.move_layers(False, StagedLayers([layer], staging, 0, rows))
 
-    def introduce(self, layers: Sequence[PagedLayer]) -> None:
+    def prepare(self, layers: Sequence[PagedLayer]) -> None:
         if self.takes_handles:
             self._joined = join_layers(layers, self._compiled)
 
-    def move_layers(self, scatter: bool, sharing: Sharing, handle: int | None = None) -> None:
+    def move_layers(self, scatter: bool, sharing: StagedLayers, handle: int | None = None) -> None:
         layers, staging, step, _, turn = sharing
         first = layers[0]
         if len(layers) == 1 and turn is not None:
@@ -55,7 +55,7 @@ class TritonKernels:
             for layer, part in sharing.parts():
                 self.move_layers(scatter, sharing._replace(layers=[layer], staging=part), handle)
 
-    def _scatter_turned(self, sharing: Sharing, turn: Turn, handle: int | None) -> None:
+    def _scatter_turned(self, sharing: StagedLayers, turn: Turn, handle: int | None) -> None:
         (layer,), (cos, sin, angle_of, interleaved), staging = sharing.layers, turn, sharing.staging
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))

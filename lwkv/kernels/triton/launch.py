@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from lwkv.kernels.protocol import Sharing
+from lwkv.kernels.protocol import StagedLayers
 from lwkv.layouts.paged_layer import PagedLayer
 
 # Elements of one program's tile of K: four 16-byte loads a thread, with 8-byte words and 128 threads.
@@ -47,7 +47,9 @@ class Launch:
         alike = ((view.dtype, view.data_ptr() % 16) for view in views)
         self._form, self._compiled = (kernel, key, *alike, *self._constants), compiled
 
-    def __call__(self, sharing: Sharing, sizes: tuple[int, ...], handle: int | None, *tables: Tensor) -> None:
+    def __call__(
+        self, sharing: StagedLayers, sizes: tuple[int, ...], handle: int | None, *tables: Tensor
+    ) -> None:
         """Queue it; `sizes` are what it takes between its number of rows and its constants."""
         layers, staging, _, rows, _ = sharing
         count = rows.slots.shape[0]

@@ -33,7 +33,7 @@ class Headers:
                 self._headers.popitem(last=False)
 
 
-class Useless:
+class BadFiles:
     """Files that cannot be read, or not by this version, by the text of their key. Thread-safe."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from lwkv.keys import LayerKey
 from lwkv.storage.disk.checksum import checksum
 from lwkv.storage.disk.folder import NO_FILE, Folder
 from lwkv.storage.disk.format import BadFileError, FileForm, Header, header_size, unpack
-from lwkv.storage.disk.header_cache import Headers, Useless
+from lwkv.storage.disk.header_cache import BadFiles, Headers
 from lwkv.storage.disk.io import bytes_of, open_to_read, read_bytes, read_pages
 from lwkv.storage.tier import Status
 from lwkv.telemetry.counters import Counters
@@ -30,11 +30,11 @@ class DiskReader:
         self._form = form
         self._headers = headers
         self._counters = counters
-        self._useless = Useless()
+        self._bad_files = BadFiles()
 
     def is_there(self, key: str) -> bool:
         """Whether a chunk has a file of the right size; another one is looked into, and set aside if bad."""
-        if key in self._useless and self._useless.is_still(key, self._folder.version_of(key)):
+        if key in self._bad_files and self._bad_files.is_still(key, self._folder.version_of(key)):
             return False
         size = self._folder.size_of(key)
         if size is None or size == self._form.file_bytes:
@@ -71,13 +71,13 @@ class DiskReader:
 
     def _is_useless(self, key: str, reason: str) -> Status:
         self._counters.add(f"disk_{reason}")
-        self._useless.note(key, self._folder.version_of(key))
+        self._bad_files.note(key, self._folder.version_of(key))
         return Status.MISS
 
     def _set_aside(self, key: str, reason: str, text: str) -> None:
         self._folder.set_aside(key, reason, text)
         if (still := self._folder.version_of(key)) is not None:
-            self._useless.note(key, still)
+            self._bad_files.note(key, still)
 
     def _fill(self, key: str, layer: int, page: torch.Tensor) -> Status:
         file = open_to_read(self._folder.chunk_path(key), self._folder.direct)

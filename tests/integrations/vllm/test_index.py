@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.request_state import ASK_AGAIN_S, Tracked
+from lwkv.integrations.vllm.request_state import ASK_AGAIN_S, RequestState
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.transfer import Chunking
 
@@ -93,7 +93,7 @@ def test_what_went_or_could_not_be_loaded_is_not_there() -> None:
 def test_lower_tiers_are_asked_for_what_host_memory_lacks_unless_it_failed() -> None:
     keys = chunk_keys(TOKENS, CHUNK, info(0).namespace)
     shelf = Shelf(*keys[1:4])
-    index = ChunkIndex(1, CHUNK, open_below=lambda _: shelf)
+    index = ChunkIndex(1, CHUNK, open_lower_tiers=lambda _: shelf)
     index.learn(RankReport(info(0), 1, kept=hashes(0, 0, 4)))
     assert index.prefix([keys]) == 5
     assert shelf.asked == [*keys[1:4], *keys[5:]]
@@ -108,11 +108,11 @@ def test_lower_tiers_are_asked_for_what_host_memory_lacks_unless_it_failed() -> 
 def test_lower_tiers_are_opened_once_a_rank() -> None:
     opened: list[int] = []
 
-    def open_below(rank: RankInfo) -> Shelf:
+    def open_lower_tiers(rank: RankInfo) -> Shelf:
         opened.append(rank.rank)
         return Shelf()
 
-    index = ChunkIndex(2, CHUNK, open_below=open_below)
+    index = ChunkIndex(2, CHUNK, open_lower_tiers=open_lower_tiers)
     for rank in (0, 1, 0, 1):
         index.introduce(info(rank))
     assert opened == [0, 1]
@@ -129,10 +129,10 @@ def test_tokens_are_moved_together_as_the_coarsest_rank_must(rows: list[int]) ->
 def test_lower_tiers_are_asked_again_for_a_waiting_request_after_news_or_a_while() -> None:
     now = [0.0]
     shelf = Shelf(*chunk_keys(TOKENS, CHUNK, info(0).namespace)[:2])
-    index = ChunkIndex(1, CHUNK, open_below=lambda _: shelf, clock=lambda: now[0])
+    index = ChunkIndex(1, CHUNK, open_lower_tiers=lambda _: shelf, clock=lambda: now[0])
     index.introduce(info(0))
     request: Any = SimpleNamespace(all_token_ids=TOKENS.tolist(), num_tokens=len(TOKENS))
-    tracked = Tracked.follow(request, Chunking(CHUNK, False, 1), "")
+    tracked = RequestState.follow(request, Chunking(CHUNK, False, 1), "")
     for _ in range(3):
         assert tracked.hit(index, CHUNK) == 2 * CHUNK
     assert len(shelf.asked) == 8

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lwkv.integrations.vllm.kv_events import Chronicle, Removed, Stored
+from lwkv.integrations.vllm.kv_events import KVEventLog, Removed, Stored
 from lwkv.integrations.vllm.orders import Move
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import chunk_keys
@@ -12,8 +12,8 @@ KEYS = chunk_keys(TOKENS, 4, "name", partial=True)
 HASHES = [key.hash for key in KEYS]
 
 
-def chronicle(lora: str | None = None, first: int = 0, end: int = 11) -> Chronicle:
-    found = Chronicle(4)
+def chronicle(lora: str | None = None, first: int = 0, end: int = 11) -> KVEventLog:
+    found = KVEventLog(4)
     found.expect(Move(TOKENS[:end], (), np.zeros(0, np.int64), first, end), KEYS, lora)
     return found
 

@@ -10,7 +10,7 @@ import pytest
 from integrations.vllm.scripted import BLOCK, Scripted, ScriptedRequest, expected
 from integrations.vllm.test_scripted import History
 
-from lwkv.integrations.vllm.scheduled import Scheduled
+from lwkv.integrations.vllm.scheduled import ScheduledRequest
 from lwkv.integrations.vllm.stale_blocks import StaleBlocks
 
 SHARED = list(range(300, 332))
@@ -144,11 +144,11 @@ def test_a_stale_block_that_stays_has_running_requests_looked_at_once() -> None:
     engine.close()
 
 
-def steps_of(blocks: list[int], *ends: int, begin: int = 0) -> Iterator[Scheduled]:
+def steps_of(blocks: list[int], *ends: int, begin: int = 0) -> Iterator[ScheduledRequest]:
     """One request whose steps end with so many tokens in place."""
     tracked: Any = SimpleNamespace(spoiled_from=None, tested_after=0)
     for end in ends:
-        yield Scheduled(tracked, begin, begin, end, lambda: blocks)
+        yield ScheduledRequest(tracked, begin, begin, end, lambda: blocks)
         begin = end
 
 

@@ -10,7 +10,7 @@ from storage.rig import key, keys
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm import tier_lookup
 from lwkv.integrations.vllm.reports import RankInfo
-from lwkv.integrations.vllm.tier_lookup import LowerTier, LowerTiers, open_below
+from lwkv.integrations.vllm.tier_lookup import LowerTier, LowerTiers, open_lower_tiers
 from lwkv.keys import LayerKey
 from lwkv.storage import TierSetup
 from lwkv.storage.registry import open_tiers
@@ -65,7 +65,7 @@ def test_a_tier_that_does_not_answer_has_nothing_and_is_let_alone(monkeypatch: p
 def test_the_scheduler_finds_what_a_worker_put_on_disk(tmp_path: Path) -> None:
     config = Config(local_disk=str(tmp_path), max_local_disk_size=0.1)
     info = RankInfo(0, "model", 1, num_layers=2, page_bytes=PAGE_BYTES, page_format="canonical")
-    tiers = open_below(config, info)
+    tiers = open_lower_tiers(config, info)
     assert tiers.contains(keys(1)) == [False]
     (disk,) = open_tiers(TierSetup(config, 2, PAGE_BYTES, "canonical", Counters()))
     slab = torch.zeros(4 * 4096, dtype=torch.uint8)

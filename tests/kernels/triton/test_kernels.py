@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lwkv.connectors import BufferConnector, Rope
 from lwkv.engine import CacheEngine
-from lwkv.kernels import Kernels, Rows, Sharing, Turn, choose_kernels
+from lwkv.kernels import Kernels, Rows, StagedLayers, Turn, choose_kernels
 from lwkv.layouts.layout import KVSpec, PagedLayer, describe_layers
 from lwkv.platforms import Platform
 from lwkv.transfer import Transfer
@@ -63,7 +63,7 @@ def test_a_staging_row_out_of_range_is_left_out(
     rows = rows_of(device, [2, 9, 5], [0, outside, 2], [3, 4, outside])
     for how in (None, turn):
         cache.copy_(before)
-        sharing = Sharing([layer], staging, 0, rows, how)
+        sharing = StagedLayers([layer], staging, 0, rows, how)
         run(lambda sharing=sharing: best.move_layers(True, sharing))
         wanted = before.clone().flatten(1, 2)
         wanted[0, [2, 5]] = 0
@@ -158,7 +158,7 @@ def test_nothing_is_compiled_after_the_start(
 def load_turned(engine: CacheEngine, tokens: list[int], slots: list[int]) -> None:
     connector, counts = engine.connector, engine._chunking.chunk_tokens(len(tokens))
     assert isinstance(connector, BufferConnector)
-    hold = engine._storage.hold(engine._memo.keys(np.array(tokens), ()))
+    hold = engine._storage.hold(engine._prompt_keys.keys(np.array(tokens), ()))
     load = connector.begin_load(Transfer(counts, np.array(slots)), shift=np.full(len(slots), 7))
     for layer in range(engine.num_layers):
         connector.load_layer(load, layer, hold.host_pages(layer))
