@@ -7,7 +7,6 @@ waits names operations queued before the wait, so workers that wait for each oth
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -17,9 +16,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
+from lwkv.background.exit import end_at_exit
+
 Operation = Callable[[], object]
 Delay = Callable[[], float]
-EXIT_SECONDS = 5.0
 
 
 class Outcome:
@@ -71,6 +71,7 @@ class Worker:
         self._late = self._ending = self._failed = False
         self._queued = self._done = self._demanded = 0
         self._outcome = weakref.ref(outcome)
+        end_at_exit(self)
 
     @property
     def late(self) -> bool:
@@ -136,6 +137,10 @@ class Worker:
             self._ending = True
             self._work.notify()
 
+    def leave(self) -> None:
+        """As `end`, at the interpreter's exit."""
+        self.end()
+
     def join(self, seconds: float | None = None) -> None:
         if self._thread is not None and not self._is_own_thread() and self._process == os.getpid():
             self._thread.join(seconds)
@@ -158,12 +163,6 @@ class Worker:
         if self._thread is None:
             self._thread = StreamThread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-            # A daemon thread inside torch while the interpreter goes away can abort the process.
-            atexit.register(self._leave)
-
-    def _leave(self) -> None:
-        self.end()
-        self.join(EXIT_SECONDS)
 
     def _run(self) -> None:
         while (operation := self._next()) is not None:
@@ -175,7 +174,6 @@ class Worker:
             with self._progress:
                 self._done += 1
                 self._progress.notify_all()
-        atexit.unregister(self._leave)
 
     def _wait_delay(self) -> None:
         if self._delay is not None:

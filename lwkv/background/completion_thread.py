@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from lwkv.background.exit import end_at_exit, waitable
+from lwkv.background.exit import end_at_exit, is_exiting, waitable
 from lwkv.errors import ErrorsTo
 from lwkv.telemetry.counters import Counters
 
@@ -27,7 +27,7 @@ class CompletionThread:
         on_start: what the thread does before all else.
 
     Raises:
-        RuntimeError: the system has no more threads.
+        RuntimeError: the system has no more threads, or the interpreter is exiting.
     """
 
     def __init__(self, counters: Counters, on_start: Job | None = None) -> None:
@@ -37,6 +37,8 @@ class CompletionThread:
         self._closing = self._leaving = False
         self._ended = threading.Event()
         self._process = os.getpid()
+        if is_exiting():
+            raise RuntimeError("the interpreter is exiting: create engines before that")
         if on_start is not None:
             self.submit(on_start)
         self._thread = threading.Thread(target=self._run, name="lwkv-completions", daemon=True)

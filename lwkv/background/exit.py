@@ -31,24 +31,55 @@ def waitable(seconds: float) -> float:
 def end_at_exit(thing: EndsAtExit) -> None:
     """Let `thing` end at the interpreter's exit, in `EXIT_SECONDS` together with all others.
 
-    A daemon thread that is inside torch while the interpreter goes away can abort the process.
+    A daemon thread that is inside torch while the interpreter goes away can abort the process. So this comes
+    before the first thread starts; where the exit has begun, `thing` leaves at once and must start none.
     """
-    _ends_at_exit().add(thing)
+    _exit_of(os.getpid()).add(thing)
+
+
+def is_exiting() -> bool:
+    """Whether the interpreter's exit has begun: threads of the background end, and no more should start."""
+    return _exit_of(os.getpid()).has_begun
+
+
+class _Exit:
+    """All that ends at the exit of one process, and whether that has begun. A forked child has its own."""
+
+    def __init__(self, process: int) -> None:
+        self._things: weakref.WeakSet[EndsAtExit] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._process = process
+        self.has_begun = False
+
+    def add(self, thing: EndsAtExit) -> None:
+        with self._lock:
+            self._things.add(thing)
+            has_begun = self.has_begun
+        if has_begun:
+            thing.leave()
+
+    def run(self) -> None:
+        if self._process != os.getpid():
+            return  # the threads stayed in the parent process, their locks may be held for ever
+        deadline = time.monotonic() + EXIT_SECONDS
+        with self._lock:
+            self.has_begun = True
+        while ending := self._take():
+            for thing in ending:
+                thing.leave()
+            for thing in ending:
+                thing.join(waitable(deadline - time.monotonic()))
+
+    def _take(self) -> list[EndsAtExit]:
+        """Those that came since the last time: what ends may have made others, with threads of their own."""
+        with self._lock:
+            things = list(self._things)
+            self._things.clear()
+        return things
 
 
 @functools.cache
-def _ends_at_exit() -> weakref.WeakSet[EndsAtExit]:
-    ending_things: weakref.WeakSet[EndsAtExit] = weakref.WeakSet()
-    atexit.register(_leave, ending_things, os.getpid())
-    return ending_things
-
-
-def _leave(ending_things: weakref.WeakSet[EndsAtExit], process: int) -> None:
-    if os.getpid() != process:
-        return  # the threads stayed in the parent process, their locks may be held for ever
-    deadline = time.monotonic() + EXIT_SECONDS
-    ending = list(ending_things)
-    for thing in ending:
-        thing.leave()
-    for thing in ending:
-        thing.join(waitable(deadline - time.monotonic()))
+def _exit_of(process: int) -> _Exit:
+    made = _Exit(process)
+    atexit.register(made.run)
+    return made

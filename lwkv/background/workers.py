@@ -40,6 +40,8 @@ class Workers:
         self._idle = threading.Condition(self._lock)
         self._closed = False
         self._process = os.getpid()
+        # Before there is a thread: at the exit no first one is started any more.
+        end_at_exit(self)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job; what it returns or raises is the future's.
@@ -114,7 +116,6 @@ class Workers:
             with suppress(RuntimeError, MemoryError):  # as many as the system lets the process have
                 thread.start()
                 self._threads.append(thread)
-                end_at_exit(self)
         return bool(self._threads)
 
     def _work(self) -> None:
