@@ -18,9 +18,9 @@ COMMANDS = {
         "lwkv.cli.doctor.command",
         "Show what is installed, the platform and why, and its link speed",
     ),
-    "demo": ("lwkv.cli.demo", "Run a small model with its KV cache loaded and saved layer by layer"),
+    "demo": ("lwkv.cli.demo.command", "Run a small model with its KV cache loaded and saved layer by layer"),
     "inspect": ("lwkv.cli.inspect", "Tell what is in the folder of a disk tier, check it, clean it up"),
-    "blend-demo": ("lwkv.cli.demo.blend", "Blend documents that a small model has cached one by one"),
+    "blend-demo": ("lwkv.cli.demo.blend.command", "Blend documents that a small model has cached one by one"),
     "bench": ("lwkv.benchmarks.command", "Measure loads, saves and their overlap against the link itself"),
 }
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lwkv import __version__, cli
+from lwkv import __version__
+from lwkv.cli import main as cli
 from lwkv.errors import ConfigError
 
 
