@@ -191,8 +191,11 @@ class Accelerator:
             for device, host in _runs(buffer, batch):
                 host.copy_(device, non_blocking=True)
 
-    def d2h_fence(self, stream: Stream, event: Event) -> None:
-        self.synchronize_event(event)
+    def d2h_fence(self, stream: Stream, event: Event, waiter: Stream | None = None) -> None:
+        if waiter is None:
+            self.synchronize_event(event)
+        else:
+            self.wait_event(waiter, event)
 
     def mem_info(self, device: torch.device) -> tuple[int, int] | None:
         try:

@@ -174,8 +174,11 @@ class CPU:
         self._check_batch(buffer, batch)
         stream.put(lambda: _move(batch.host_addresses, _device_addresses(buffer, batch), batch))
 
-    def d2h_fence(self, stream: CpuStream, event: CpuEvent) -> None:
-        self.synchronize_event(event)
+    def d2h_fence(self, stream: CpuStream, event: CpuEvent, waiter: CpuStream | None = None) -> None:
+        if waiter is None:
+            self.synchronize_event(event)
+        else:
+            self.wait_event(waiter, event)
 
     def mem_info(self, device: torch.device) -> tuple[int, int] | None:
         self._check_device(device)

@@ -159,8 +159,12 @@ class Platform(Protocol):
     def save_batch(self, buffer: torch.Tensor, batch: CopyBatch, stream: Stream) -> None:
         """Queue the device-to-host copy of every run of `batch` out of `buffer`, uint8 (bytes,)."""
 
-    def d2h_fence(self, stream: Stream, event: Event) -> None:
-        """Block the host until the device-to-host copies before `event` on `stream` are visible to it."""
+    def d2h_fence(self, stream: Stream, event: Event, waiter: Stream | None = None) -> None:
+        """Let `waiter` go on only once the device-to-host copies before `event` on `stream` are done.
+
+        Without `waiter` that is the host: it blocks, and then sees their bytes. This is the only call that
+        says so. Where an event does not cover such copies, the host blocks whoever waits.
+        """
 
     def mem_info(self, device: torch.device) -> tuple[int, int] | None:
         """(free, total) bytes of device memory, or None where it cannot be told."""

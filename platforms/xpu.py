@@ -33,6 +33,7 @@ class XPU(Accelerator):
         except RuntimeError:  # SYCL compilers before 2025.0 cannot time queues
             return None
 
-    def d2h_fence(self, stream: Stream, event: Event) -> None:
-        # A copy engine may run behind the barrier that an event stands for (pytorch/pytorch#189980).
+    def d2h_fence(self, stream: Stream, event: Event, waiter: Stream | None = None) -> None:
+        # A copy engine may run behind the barrier that an event stands for (pytorch/pytorch#189980). Neither
+        # the host nor another stream may trust it; no release of torch or the driver is known to be mended.
         self.synchronize_stream(stream)

@@ -13,6 +13,7 @@ TREE = Path(__file__).parent.parent
 ARCHITECTURE = (TREE / "docs" / "architecture.md").read_text()
 HOMES = {
     "Lane": "lwkv.connectors.lane",
+    "Platform": "lwkv.platforms",
     "Loader": "lwkv.connectors.loader",
     "Saver": "lwkv.connectors.saver",
     "PagedConnector": "lwkv.connectors.paged",
@@ -34,7 +35,7 @@ def test_every_method_that_is_named_exists() -> None:
 
 
 def test_every_test_that_is_named_exists() -> None:
-    source = (TREE / "tests" / "properties" / "test_ordering.py").read_text()
+    source = "".join(path.read_text() for path in (TREE / "tests" / "properties").glob("test_*.py"))
     named = re.findall(r"`(test_\w+)`", ARCHITECTURE)
     assert named
     assert [name for name in named if f"def {name}(" not in source] == []

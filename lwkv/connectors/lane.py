@@ -28,7 +28,8 @@ class StagingBuffer:
 class Lane:
     """Staging buffers used in turn. Whoever fills one waits until the stream that empties it is done.
 
-    Loads fill on `copies` and empty on `kernels`, saves the other way round.
+    Loads fill on `copies` and empty on `kernels`, saves the other way round. The host waits for no event of a
+    buffer: these are recorded anew while other threads wait.
 
     Args:
         kernels: what fills or empties the buffers on the device's side.
@@ -45,7 +46,7 @@ class Lane:
         buffer_bytes: int,
         loads: bool,
     ) -> None:
-        self._platform = platform
+        self._platform, self._loads = platform, loads
         self._move, self._takes_handles = partial(kernels.move_layers, loads), kernels.takes_handles
         self.copies = platform.new_stream(device)
         # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
@@ -104,9 +105,11 @@ class Lane:
         self._platform.wait_stream(self._filler, self._platform.current_stream(device))
 
     def _wait_emptied(self, buffer: StagingBuffer) -> None:
-        self._platform.wait_event(self._filler, buffer.emptied)
+        if self._loads:
+            self._platform.wait_event(self._filler, buffer.emptied)
+        else:
+            self._platform.d2h_fence(self.copies, buffer.emptied, self._filler)
 
     def _new_buffer(self, device: torch.device, num_bytes: int) -> StagingBuffer:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        # The host may wait for what empties it.
-        return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event(blocking=True))
+        return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.transfer_plan import Plan
 from lwkv.layouts.registered_caches import Caches
-from lwkv.platforms import Int64s, Stream
+from lwkv.platforms import Event, Int64s, Stream
 from lwkv.telemetry.timeline import Timeline
 
 
@@ -23,7 +23,7 @@ class Save:
         stream: the current one of the batch's last step, None before any layer is computed.
         waiting: layers that are computed and not queued yet.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
-        before: the one filled before it.
+        before_last: behind all copies but the last one; None as long as there is one copy or none.
     """
 
     lane: Lane
@@ -34,7 +34,7 @@ class Save:
     stream: Stream = None
     waiting: range = range(0)
     last: StagingBuffer | None = None
-    before: StagingBuffer | None = None
+    before_last: Event | None = None
 
 
 class Saver(Caches):
@@ -91,20 +91,27 @@ class Saver(Caches):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
             lane.move(save.plan.sharing(sources, buffer.memory, part.rows))
             lane.mark_filled(buffer)
-            save.before, save.last = save.last, buffer
+            self._mark_before(save)
+            save.last = buffer
             lane.pass_on(buffer)
             self.platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
         for recording in recordings:
             recording.end(lane.copies)
 
+    def _mark_before(self, save: Save) -> None:
+        """Record that all copies queued so far are done. The event is this batch's own: see `Lane`."""
+        if save.last is not None:
+            save.before_last = save.before_last or self.platform.new_event(blocking=True)
+            self.platform.record(save.before_last, save.lane.copies)
+
     def _wait_for_writers(self, save: Save) -> None:
         self.platform.wait_stream(save.lane.kernels, save.stream)
 
     def _wait_for_copies(self, save: Save) -> None:
-        if save.before is not None:
+        if save.before_last is not None:
             # A thread that sleeps until an event wakes up late: it sleeps until the last copy but one.
-            self.platform.synchronize_event(save.before.emptied)
-        event = self.platform.new_event(blocking=save.before is None)
+            self.platform.synchronize_event(save.before_last)
+        event = self.platform.new_event(blocking=save.before_last is None)
         self.platform.record(event, save.lane.copies)
         self.platform.d2h_fence(save.lane.copies, event)

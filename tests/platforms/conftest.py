@@ -147,6 +147,7 @@ def use_everything() -> Callable[[Any, torch.device], None]:
         platform.synchronize_stream(stream)
         platform.synchronize_device(device)
         platform.d2h_fence(stream, event)
+        platform.d2h_fence(stream, event, other)
         assert platform.elapsed_ms(start, end) == 1.5
         assert platform.stream_handle(stream) == 0xBEEF
         assert platform.mem_info(device) == (3, 7)

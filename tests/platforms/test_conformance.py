@@ -308,6 +308,24 @@ def test_a_saved_batch_writes_its_runs_and_nothing_else(
         assert torch.equal(slab, expected)
 
 
+def test_another_stream_writes_what_was_saved_only_when_it_is(
+    platform: Platform, device: torch.device
+) -> None:
+    stream, other, event = platform.new_stream(device), platform.new_stream(device), platform.new_event()
+    slab, source = pinned(platform, numbered(599)), numbered(701)
+    buffer = on_device(platform, source, device)
+    batch = make_batch([slab], neighbouring(37))
+    (expected,) = expected_save([slab], source, batch)
+    keep_busy(platform, stream, device)
+    platform.save_batch(buffer, batch, stream)
+    platform.record(event, stream)
+    platform.d2h_fence(stream, event, other)
+    fill(platform, other, buffer, 9)
+    platform.synchronize_stream(other)
+    platform.synchronize_stream(stream)
+    assert torch.equal(slab, expected)
+
+
 @pytest.mark.parametrize("runs", [2, 37])
 def test_batches_keep_their_place_in_the_stream(platform: Platform, device: torch.device, runs: int) -> None:
     stream = platform.new_stream(device)

@@ -91,12 +91,13 @@ def test_a_new_stream_is_not_the_one_the_thread_started_with(make_stub: Callable
     assert len(made) == 2
 
 
-def test_host_bytes_of_a_save_are_awaited_through_the_stream(make_stub: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("waits", ["the host", "a stream"])
+def test_bytes_of_a_save_are_awaited_through_their_stream(make_stub: Callable[..., Any], waits: str) -> None:
     stub = make_stub("xpu", signatures_of_torch_xpu())
     platform = XPU()
-    stream, event = platform.new_stream(DEVICE), platform.new_event()
+    stream, other, event = platform.new_stream(DEVICE), platform.new_stream(DEVICE), platform.new_event()
     stub.calls.clear()
-    platform.d2h_fence(stream, event)
+    platform.d2h_fence(stream, event, None if waits == "the host" else other)
     assert stub.calls == ["Stream.synchronize"]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from copy_engine import CopyEngine
 from oracle import (
     Dims,
     MemoryTier,
@@ -482,6 +483,13 @@ def test_they_are_right_too_where_layers_travel_together(
 
 
 @pytest.mark.parametrize("name", WAITS)
+def test_they_are_right_too_where_an_event_does_not_cover_copies_to_the_host(name: str) -> None:
+    platform = CopyEngine()
+    WAITS[name](platform, keep)
+    platform.close()
+
+
+@pytest.mark.parametrize("name", WAITS)
 def test_without_the_wait_the_bytes_are_wrong(cpu: CPU, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def remove(owner: Any, wait: str) -> None:
         keep(owner, wait)
@@ -538,9 +546,10 @@ class NeverWaitingCPU(CPU):
         self._refuse()
         super().synchronize_device(device)
 
-    def d2h_fence(self, stream: Any, event: Any) -> None:
-        self._refuse()
-        super().d2h_fence(stream, event)
+    def d2h_fence(self, stream: Any, event: Any, waiter: Any = None) -> None:
+        if waiter is None:
+            self._refuse()
+        super().d2h_fence(stream, event, waiter)
 
     def _refuse(self) -> None:
         if threading.current_thread() is self.forbidden:
