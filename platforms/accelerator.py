@@ -6,8 +6,10 @@ call: vendors replace it while a process runs.
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -26,6 +28,8 @@ from lwkv.platforms.protocol import CopyBatch, Event, Features, Stream
 from lwkv.platforms.stream_switch import StreamSwitch
 from lwkv.platforms.triton_driver import triton_serves
 
+log = logging.getLogger(__name__)
+
 # What a device module without its driver, or built without it, raises.
 ABSENT = (AssertionError, AttributeError, ImportError, OSError, RuntimeError)
 
@@ -37,6 +41,12 @@ class Accelerator:
     device_type: ClassVar[str]
     handle_attribute: ClassVar[str]
     event_options: ClassVar[frozenset[str]] = frozenset({"enable_timing", "blocking"})
+
+    def __init__(self) -> None:
+        self._registered: dict[int, int] = {}  # the device that each address was registered by way of
+        self._kept: deque[tuple[int, object]] = (
+            deque()
+        )  # page-locked, and used by nobody
 
     @property
     def module(self) -> Any:
@@ -133,6 +143,7 @@ class Accelerator:
     def stream_handle(self, stream: Stream) -> int:
         return int(getattr(self._own(stream), self.handle_attribute))
 
+    @torch.inference_mode(False)
     def alloc_pinned(self, nbytes: int) -> torch.Tensor:
         """Allocate page-locked memory; torch's allocator rounds the bytes it takes up to a power of two."""
         check_size(nbytes)
@@ -166,7 +177,10 @@ class Accelerator:
         return False
 
     def unregister_range(self, address: int, device: int) -> None:
-        """Undo `register_range`, on whatever thread drops the memory: its current device may be another."""
+        """Undo `register_range`, on whatever thread drops the memory: its current device may be another.
+
+        The collector may come here in the middle of anything that the thread does. Raises RuntimeError.
+        """
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         check_copy(dst, src)
@@ -236,24 +250,35 @@ class Accelerator:
         return memory
 
     def _register_new(self, nbytes: int) -> torch.Tensor:
+        self._release_kept()
         try:
-            memory, owner = allocate_aligned(nbytes)
+            memory, array = allocate_aligned(nbytes)
         except MemoryError as error:
             raise no_memory(nbytes) from error
         if not self.host_register(memory):
             raise no_memory(nbytes)
-        call_at_end(owner, partial(self._unregister, memory.data_ptr()))
+        call_at_end(array, partial(self._release, memory.data_ptr()))
         return memory
 
-    @cached_property
-    def _registered(self) -> dict[int, int]:
-        """The device that each address was registered by way of."""
-        return {}
+    def _release(self, address: int, memory: object) -> None:
+        """Unregister what nobody uses any more. Where that fails the memory is kept, and this tried again:
+        the next owner of its address could not register it."""
+        try:
+            self._unregister(address)
+        except RuntimeError as error:
+            self._kept.append((address, memory))
+            log.warning("host memory at %#x stays page-locked for now: %s", address, error)
+
+    def _release_kept(self) -> None:
+        for _ in range(len(self._kept)):
+            with suppress(IndexError):  # another thread was faster
+                self._release(*self._kept.popleft())
 
     def _unregister(self, address: int) -> None:
-        device = self._registered.pop(address, None)
+        device = self._registered.get(address)
         if device is not None:
             self.unregister_range(address, device)
+            del self._registered[address]
 
 
 def _runs(buffer: torch.Tensor, batch: CopyBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

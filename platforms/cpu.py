@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -137,15 +136,16 @@ class CPU:
     def stream_handle(self, stream: CpuStream) -> int:
         return 0
 
+    @torch.inference_mode(False)
     def alloc_pinned(self, nbytes: int) -> torch.Tensor:
         check_size(nbytes)
         try:
-            memory, owner = allocate_aligned(nbytes)
+            memory, array = allocate_aligned(nbytes)
         except MemoryError as error:
             raise no_memory(nbytes) from error
-        start = memory.data_ptr()
-        self._pinned[start] = start + nbytes
-        call_at_end(owner, partial(self._pinned.pop, start, None))
+        start, pinned = memory.data_ptr(), self._pinned
+        pinned[start] = start + nbytes
+        call_at_end(array, lambda _: pinned.pop(start, None))
         return memory
 
     def is_pinned(self, memory: torch.Tensor) -> bool:

@@ -122,7 +122,11 @@ class CudaDriver:
             return self._calls["cuMemHostRegister_v2"](address, nbytes, _PORTABLE) == 0
 
     def unregister(self, address: int, device: int) -> None:
-        """Undo `register`, which was given the same device: another one's context may not be there yet."""
+        """Undo `register`, which was given the same device: another one's context may not be there yet.
+
+        A finalizer comes here, maybe in the middle of any other call of this thread: it takes no lock, and
+        out arguments of its own, as the thread's may be half made.
+        """
         with self._context_of_device(device):
             self._do("cuMemHostUnregister", address)
 
@@ -138,12 +142,16 @@ class CudaDriver:
 
     @contextmanager
     def _context_of_device(self, device: int) -> Iterator[None]:
-        entered = self._enter(self._primary_context(device))
+        context, current = self._primary_context(device), c_void_p()
+        self._do("cuCtxGetCurrent", byref(current))
+        if current.value == context:
+            yield
+            return
+        self._do("cuCtxPushCurrent_v2", context)
         try:
             yield
         finally:
-            if entered:
-                self._leave()
+            self._do("cuCtxPopCurrent_v2", byref(current))
 
     def _enter(self, context: int | None) -> bool:
         # A thread that has made no CUDA call yet has no context, or it has another device's.
@@ -166,6 +174,10 @@ class CudaDriver:
         return context
 
     def _primary_context(self, device: int) -> int:
+        context = self._contexts.get(device)
+        return self._retain_context(device) if context is None else context
+
+    def _retain_context(self, device: int) -> int:
         with self._contexts_lock:
             if device not in self._contexts:
                 handle, context = c_int(), c_void_p()

@@ -15,16 +15,20 @@ _Byte = ctypes.c_ubyte * 1
 
 
 def allocate_aligned(nbytes: int) -> tuple[torch.Tensor, np.ndarray]:
-    """Allocate an uint8 CPU tensor, (nbytes,), that starts on a memory page, and the array that owns it."""
-    owner = np.empty(nbytes + PAGE_BYTES - 1, np.uint8)
-    start = -owner.ctypes.data % PAGE_BYTES
-    return torch.from_numpy(owner[start : start + nbytes]), owner
+    """Allocate an uint8 CPU tensor, (nbytes,), that starts on a memory page, and the array under it."""
+    memory = np.empty(nbytes + PAGE_BYTES - 1, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    array = memory[start : start + nbytes]
+    return torch.from_numpy(array), array
 
 
-def call_at_end(owner: np.ndarray, work: Callable[[], object]) -> None:
-    """Call `work` when the last tensor over `owner` is gone, just before its memory is."""
+def call_at_end(array: np.ndarray, work: Callable[[object], object]) -> None:
+    """Call `work` with the memory of `array` when the last tensor over it is gone; kept, it stays.
+
+    It may be any thread, in the middle of anything: `work` takes no lock, and nothing of the thread's own.
+    """
     # At exit tensors are still in use, and the process takes its memory with it.
-    weakref.finalize(owner, work).atexit = False
+    weakref.finalize(array, work, array.base).atexit = False
 
 
 def is_byte_pinned(address: int) -> bool:

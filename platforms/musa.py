@@ -33,7 +33,9 @@ class MUSA(Accelerator):
 
     def unregister_range(self, address: int, device: int) -> None:
         with self._device(device):
-            self.module.musart().musaHostUnregister(address)
+            result = int(self.module.musart().musaHostUnregister(address))
+        if result:
+            raise RuntimeError(f"musaHostUnregister failed ({result})")
 
     @contextmanager
     def _device(self, device: int) -> Iterator[None]:

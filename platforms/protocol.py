@@ -131,6 +131,8 @@ class Platform(Protocol):
     def alloc_pinned(self, nbytes: int) -> torch.Tensor:
         """Allocate a page-locked uint8 CPU tensor, (nbytes,), 4096-aligned.
 
+        No inference tensor, whatever mode the caller is in: threads outside of inference mode write to it.
+
         Raises MemoryError with the size where it cannot, ValueError for sizes below 1.
         """
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from demo_model import needs_smollm2
 
 from lwkv.platforms import Platform
@@ -38,3 +39,13 @@ def test_a_script_of_the_documentation_runs(
 ) -> None:
     monkeypatch.setenv("LWKV_PLATFORM", platform.name)
     exec(compile(script, "docs", "exec"), {})
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=["vllm", "sglang", "tier"])
+def test_a_script_of_the_documentation_runs_in_inference_mode(
+    script: str, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines do: the threads of tiers are not in it."""
+    monkeypatch.setenv("LWKV_PLATFORM", platform.name)
+    with torch.inference_mode():
+        exec(compile(script, "docs", "exec"), {})

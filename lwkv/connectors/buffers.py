@@ -10,6 +10,7 @@ from lwkv.layouts.paged_layer import PagedLayer
 ROWS_TOGETHER = 16
 
 
+@torch.inference_mode(False)
 def new_buffer(like: PagedLayer, num_rows: int) -> PagedLayer:
     """Allocate on the current stream: [rows, 1, heads, width] in K and V, `num_rows` rows or a few more."""
     rows = -(-num_rows // ROWS_TOGETHER) * ROWS_TOGETHER

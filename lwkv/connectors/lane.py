@@ -110,6 +110,8 @@ class Lane:
         else:
             self._platform.d2h_fence(self.copies, buffer.emptied, self._filler)
 
+    # Whoever fills it may be in inference mode or not; an inference tensor takes the first only.
+    @torch.inference_mode(False)
     def _new_buffer(self, device: torch.device, num_bytes: int) -> StagingBuffer:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event())

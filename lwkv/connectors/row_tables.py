@@ -61,6 +61,7 @@ class RowTables:
         for table in taken:
             self._spare[table.pinned.nbytes].append(table)
 
+    @torch.inference_mode(False)
     def _make(self, size: int) -> Table:
         pinned = self._platform.alloc_pinned(size)
         with self._platform.use_stream(self._stream):

@@ -414,6 +414,19 @@ def test_pinned_memory_is_aligned_and_page_locked(platform: Platform, nbytes: in
     assert platform.is_pinned(memory[nbytes // 2 :])
 
 
+@pytest.mark.parametrize("nbytes", [4097, 8192])
+def test_pinned_memory_made_in_inference_mode_can_be_written_outside_of_it(
+    platform: Platform, nbytes: int
+) -> None:
+    with torch.inference_mode():
+        memory = platform.alloc_pinned(nbytes)
+        page = memory.narrow(0, 3, 5)
+    page.copy_(numbered(5))
+    memory[:3].zero_()
+    assert (memory.is_inference(), page.is_inference()) == (False, False)
+    assert memory[:8].tolist() == [0, 0, 0, *numbered(5).tolist()]
+
+
 def test_ordinary_memory_is_not_page_locked(platform: Platform) -> None:
     assert not platform.is_pinned(torch.zeros(70001, dtype=torch.uint8))
 

@@ -110,6 +110,8 @@ class FakeLibrary:
         return self.result
 
     def unlock(self, address: int) -> int:
+        if self.result:
+            return self.result
         del self.locked[address]
         self.unlocked_in.append(self.contexts[-1])
         return 0
@@ -341,6 +343,83 @@ def test_memory_that_cannot_be_locked_says_what_to_lower(cuda: CUDA, library: Fa
     assert not cuda.host_register(torch.zeros(16, dtype=torch.uint8))
     with pytest.raises(MemoryError, match=r"5000 bytes .*host memory.*max_local_cpu_size"):
         cuda.alloc_pinned(5000)
+
+
+@pytest.mark.parametrize("call", ["copy", "copy_batch"])
+def test_memory_dropped_while_a_thread_makes_its_out_arguments_is_unlocked(
+    cuda: CUDA, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The collector may run anywhere, also inside the constructor of what a thread has for itself."""
+    held, driver, byref = [cuda.alloc_pinned(5000)], cuda.driver, ctypes.byref
+    assert driver is not None
+    ones = np.ones(2, np.int64)
+    numbers = {"copy": (11, 21, 1, HANDLE), "copy_batch": (ones, ones, ones, HANDLE, False)}[call]
+    errors: list[str] = []
+
+    def collect(memory: Any) -> Any:
+        held.clear()
+        return byref(memory)
+
+    def work() -> None:
+        getattr(driver, call)(*numbers)
+
+    monkeypatch.setattr("lwkv.platforms.cuda_driver.byref", collect)
+    monkeypatch.setattr("sys.unraisablehook", lambda failed: errors.append(repr(failed.exc_value)))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (held, library.locked, errors) == ([], {}, [])
+    assert len(library.batches) == 1
+    assert library.contexts == [THREAD_CONTEXT]
+
+
+def test_memory_dropped_inside_a_call_leaves_the_calls_context_alone(
+    cuda: CUDA, library: FakeLibrary
+) -> None:
+    """Between asking for the current context and looking at the answer the collector may ask as well."""
+    held, driver = [cuda.alloc_pinned(5000)], cuda.driver
+    assert driver is not None
+    library.contexts = [STREAM_CONTEXT]
+    driver.copy(11, 21, 1, HANDLE)
+    ask = driver._calls["cuCtxGetCurrent"]
+
+    def ask_and_collect(out: Any) -> int:
+        result = ask(out)
+        held.clear()
+        return result
+
+    driver._calls["cuCtxGetCurrent"] = ask_and_collect
+    driver.copy(11, 21, 1, HANDLE)
+    assert (library.locked, library.contexts) == ({}, [STREAM_CONTEXT])
+    assert library.stacks == [[STREAM_CONTEXT]] * 2, "the thread was in the stream's context already"
+
+
+def test_memory_that_cannot_be_unlocked_is_kept_and_unlocked_later(
+    cuda: CUDA, library: FakeLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its address is nobody else's meanwhile: whoever had it could not lock it."""
+    memory = cuda.alloc_pinned(5000)
+    address = memory.data_ptr()
+    library.result = 1
+    del memory
+    assert list(library.locked) == [address]
+    assert "stays page-locked for now: cuMemHostUnregister failed" in caplog.text
+    library.result = 0
+    others = [cuda.alloc_pinned(5000) for _ in range(5)]
+    assert set(library.locked) == {other.data_ptr() for other in others}
+
+
+def test_memory_of_others_that_cannot_be_unregistered_can_be_tried_again(
+    cuda: CUDA, library: FakeLibrary
+) -> None:
+    memory = torch.zeros(16, dtype=torch.uint8)
+    assert cuda.host_register(memory)
+    library.result = 1
+    with pytest.raises(RuntimeError, match="cuMemHostUnregister failed"):
+        cuda.host_unregister(memory)
+    library.result = 0
+    cuda.host_unregister(memory)
+    assert library.locked == {}
 
 
 def test_torch_memory_that_is_not_aligned_is_cut_to_a_page(

@@ -58,6 +58,14 @@ def test_pages_may_begin_at_any_address(opened: Callable[..., Tier]) -> None:
     assert not memory[:7].any()
 
 
+def test_a_tier_that_was_opened_in_inference_mode_works_outside_of_it(opened: Callable[..., Tier]) -> None:
+    """Engines are made in inference mode; the threads that call tiers are not in it."""
+    with torch.inference_mode():
+        tier = opened()
+    store(tier, key(1))
+    assert load(tier, layer_keys(key(1), range(NUM_LAYERS))) == [Status.OK] * NUM_LAYERS
+
+
 def test_a_chunk_is_there_once_its_layer_0_is(opened: Callable[..., Tier]) -> None:
     tier, other = opened(), opened()
     assert tier.contains(keys(1), LONG_S) == [False]

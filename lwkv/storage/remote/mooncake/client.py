@@ -164,7 +164,8 @@ class MooncakeStore:
         self._lock = threading.Lock()
         self._registered: dict[int, torch.UntypedStorage] = {}
         # Used in turn, and again after a while: a seal that is overwritten late fits no page, and is a miss.
-        self._seals = torch.zeros(NUM_SEALS, MOST_SEAL_BYTES, dtype=torch.uint8)
+        with torch.inference_mode(False):  # threads of the tier write to them
+            self._seals = torch.zeros(NUM_SEALS, MOST_SEAL_BYTES, dtype=torch.uint8)
         self._next_seal = 0
 
     def get(self, names: Sequence[str], pages: Sequence[torch.Tensor]) -> list[tuple[int, bytes]]:
