@@ -44,9 +44,7 @@ class Accelerator:
 
     def __init__(self) -> None:
         self._registered: dict[int, int] = {}  # the device that each address was registered by way of
-        self._kept: deque[tuple[int, object]] = (
-            deque()
-        )  # page-locked, and used by nobody
+        self._kept: deque[tuple[int, object]] = deque()  # page-locked, and used by nobody
 
     @property
     def module(self) -> Any:
