@@ -1,4 +1,4 @@
-"""The README's tables of numbers, made from a recorded result: `python -m lwkv.benchmarks.readme RESULT`."""
+"""Tables of numbers for the README and docs/benchmarks.md: `python -m lwkv.benchmarks.readme RESULT`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 
-def tables_of(result: dict[str, Any]) -> str:
-    """Markdown of what one run of `lwkv bench --peers` found."""
-    return "\n".join([*_moves(result["parts"]), "", *_prefills(result["parts"], result["prefix"])]) + "\n"
+def table_of_moves(result: dict[str, Any]) -> str:
+    """Markdown of the loads and saves that one run of `lwkv bench --peers` measured."""
+    return "\n".join(_moves(result["parts"])) + "\n"
+
+
+def table_of_prefills(result: dict[str, Any]) -> str:
+    """Markdown of the prefills over a cached prefix that the same run measured."""
+    return "\n".join(_prefills(result["parts"], result["prefix"])) + "\n"
 
 
 def _moves(parts: dict[str, Any]) -> Iterator[str]:
     peer = parts["peers"]
-    yield f"| GB/s (share of a plain copy) | lwkv | {peer['label']}, layerwise | its bulk mode |"
+    yield f"| GB/s (share of a plain copy) | lwkv | {peer['label']}, layerwise | {peer['label']}, bulk |"
     yield "|---|---|---|---|"
     for move in parts["moves"]["moves"]:
         theirs = {item["mode"]: item for item in peer["moves"] if item["name"] == move["name"]}
@@ -30,16 +35,19 @@ def _speed(move: dict[str, Any]) -> str:
 
 def _prefills(parts: dict[str, Any], prefix: int) -> Iterator[str]:
     theirs = {item["suffix"]: item for item in parts["peers"]["overlaps"]}
-    yield "| tokens | compute | load | by layers | over the larger | in bulk | LMCache layerwise | its bulk |"
+    peer = parts["peers"]["label"]
+    lwkv = "new tokens | compute | load | layer by layer | ratio | in bulk"
+    yield f"| {lwkv} | {peer}, layerwise | {peer}, bulk |"
     yield "|---|---|---|---|---|---|---|---|"
     for item in parts["overlap"]["overlaps"]:
         if item["prefix"] == prefix and item["suffix"] in theirs:
-            peer = theirs[item["suffix"]]
+            other = theirs[item["suffix"]]
             times = [item[name] for name in ("compute_ms", "load_ms", "layerwise_ms")]
-            others = [item["bulk_ms"], peer["layerwise_ms"], peer["bulk_ms"]]
+            others = [item["bulk_ms"], other["layerwise_ms"], other["bulk_ms"]]
             cells = [*(f"{ms:.1f}" for ms in times), f"{item['ratio']:.2f}", *(f"{ms:.1f}" for ms in others)]
             yield f"| {item['suffix']} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(tables_of(json.loads(Path(sys.argv[1]).read_text())))
+    recorded = json.loads(Path(sys.argv[1]).read_text())
+    sys.stdout.write(table_of_prefills(recorded) + "\n" + table_of_moves(recorded))

@@ -1,9 +1,11 @@
-"""What the documents name is there, and the tables of waits are complete."""
+"""What the documents name exists, and the tables of waits are complete."""
 
 from __future__ import annotations
 
 import re
+from functools import reduce
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ from properties.test_ordering import WAITS
 
 TREE = Path(__file__).parent.parent
 ARCHITECTURE = (TREE / "docs" / "architecture.md").read_text()
+DOCUMENTS = sorted([*TREE.glob("*.md"), *TREE.glob("docs/*.md")])
+FOLDERS = "lwkv|platforms|tests|docs|ci|benchmarks|examples"
+GROUPS = {"lwkv.tiers", "lwkv.platforms"}
+"""Groups of entry points, which look like modules."""
 HOMES = {
     "Lane": "lwkv.connectors.lane",
     "Platform": "lwkv.platforms",
@@ -41,23 +47,68 @@ def test_every_test_that_is_named_exists() -> None:
     assert [name for name in named if f"def {name}(" not in source] == []
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "docs/architecture.md",
-        "docs/config.md",
-        "docs/tiers.md",
-        "docs/remote.md",
-        "docs/blending.md",
-        "docs/vllm.md",
-        "docs/coming-from-lmcache.md",
-        "CHANGELOG.md",
-    ],
-)
-def test_every_file_that_is_named_exists(document: str) -> None:
-    text = (TREE / document).read_text()
-    named = set(re.findall(r"`((?:lwkv|platforms|tests|docs|ci|benchmarks)/[\w./-]*)`", text))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_that_is_named_exists(document: Path) -> None:
+    text = document.read_text()
+    code = " ".join(re.findall(r"`([^`\n]+)`", text))
+    named = set(re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*", code))
     links = {link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link}
-    paths = [TREE / path for path in named] + [(TREE / document).parent / link for link in links]
+    paths = [TREE / path for path in named] + [document.parent / link for link in links]
     assert [path for path in paths if not path.exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_heading_that_is_linked_exists(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    wrong = [
+        (path, anchor)
+        for path, anchor in links
+        if anchor not in anchors(document.parent / path if path else document)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_module_that_is_named_can_be_found(document: Path) -> None:
+    """Dotted names in code, such as `lwkv.storage.tier.Status`; the left side of `old -> new` is history."""
+    code = re.findall(r"`(?![^`\n]*`\s*(?:->|→))([^`\n]+)`", document.read_text())
+    named = {name for text in code for name in re.findall(r"(?<![\w./-])lwkv(?:\.[A-Za-z_]\w*)+", text)}
+    assert [name for name in sorted(named - GROUPS) if not is_there(name)] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((TREE / "README.md").read_text().split()) <= 850
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that a Markdown page has for its headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name leads to a module, or through a module to an attribute."""
+    module, *attributes = import_as_far_as_possible(name)
+    try:
+        reduce(getattr, attributes, import_module(module))
+    except AttributeError:
+        return False
+    return True
+
+
+def import_as_far_as_possible(name: str) -> list[str]:
+    """The longest part of a dotted name that is a module, and the names behind it."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        module = ".".join(parts[:length])
+        if is_module(module):
+            return [module, *parts[length:]]
+    raise AssertionError(f"{name} has no module")
+
+
+def is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

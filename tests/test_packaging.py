@@ -101,7 +101,8 @@ def test_the_source_archive_has_all_that_checks_it_and_no_build_leftovers(sdist:
     assert {str(path) for path in paths} <= names
     assert {f"lwkv/{path}" for path in sources("platforms", "benchmarks")} <= names
     assert {"pyproject.toml", "tox.ini", ".ci/run", "ci/test", "ci/demo", "ci/lint.txt"} <= names
-    assert {"README.md", "CHANGELOG.md", "LICENSE", "docs/config.md"} <= names
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "docs/config.md"} <= names
+    assert {str(path) for path in sources("examples")} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git/"))]
 
 

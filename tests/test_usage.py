@@ -11,32 +11,36 @@ from demo_model import needs_smollm2
 
 from lwkv.platforms import Platform
 
-DOCS = Path(__file__).parents[1] / "docs"
-SCRIPTS = [
-    script
-    for document in ("usage.md", "tiers.md")
-    for script in re.findall(r"^```python\n(.*?)^```", (DOCS / document).read_text(), re.M | re.S)
-]
+TREE = Path(__file__).parents[1]
 
 
-def test_there_is_a_script_for_each_engine_and_for_a_tier() -> None:
-    assert len(SCRIPTS) == 3
+def scripts_of(document: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (TREE / document).read_text(), re.M | re.S)
+
+
+SCRIPTS = [*scripts_of("README.md"), *scripts_of("docs/usage.md"), *scripts_of("docs/tiers.md")]
+NAMES = ["readme", "vllm", "sglang", "timeline", "tier"]
+
+
+def test_there_is_a_script_for_each_use() -> None:
+    assert len(SCRIPTS) == len(NAMES)
 
 
 @needs_smollm2
 def test_the_script_about_blending_reuses_its_documents(
     platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (script,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "blending.md").read_text(), re.M | re.S)
+    (script,) = scripts_of("docs/blending.md")
     monkeypatch.setenv("LWKV_PLATFORM", "cpu")  # the script's caches are in host memory
     exec(compile(script, "blending.md", "exec"), {})
     assert re.match(r"\d\d+ of \d+ tokens reused, \d+ of them", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=["vllm", "sglang", "tier"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
 def test_a_script_of_the_documentation_runs(
-    script: str, platform: Platform, monkeypatch: pytest.MonkeyPatch
+    script: str, platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where scripts write their files
     monkeypatch.setenv("LWKV_PLATFORM", platform.name)
     exec(compile(script, "docs", "exec"), {})
 
