@@ -94,9 +94,10 @@ class MooncakeTier:
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
         if not keys:
             return []
-        codes = self._client(deadline_s).exist([_name(LayerKey(key, 0)) for key in keys])
+        # From the last: a store that evicts is to take the end of a prompt before its beginning.
+        codes = self._client(deadline_s).exist([_name(LayerKey(key, 0)) for key in keys[::-1]])
         _require_master(codes)
-        return [code == 1 for code in codes]
+        return [code == 1 for code in codes[::-1]]
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         if not keys:

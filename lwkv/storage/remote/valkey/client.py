@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,10 @@ _NOT_ALLOWED = ("NOPERM", "PermissionDenied")
 
 class RefusedError(RuntimeError):
     """The server is there and answers a command with an error."""
+
+
+class WrongTypeError(RefusedError):
+    """Under this key there is something else than a hash."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +106,19 @@ def _import_glide(url: RemoteURL) -> Any:
         raise ConfigError(
             f"remote_url {url} needs a client that is not there ({error}): pip install 'lwkv[valkey]'"
         ) from None
+    if not _reads_into_buffers(glide_sync):
+        raise url.refuse(
+            f"valkey-glide-sync {version('valkey-glide-sync')} cannot read several values into buffers; lwkv "
+            "is tested with 2.6: pip install 'lwkv[valkey]'"
+        )
     # It would write to the terminal what is raised anyway; a program that has set its level keeps it.
     glide_sync.Logger.init(glide_sync.LogLevel.OFF)
     return glide_sync
+
+
+def _reads_into_buffers(glide: Any) -> bool:
+    call = getattr(glide.GlideClient, "_execute_command", None)
+    return call is not None and "response_buffers" in inspect.signature(call).parameters
 
 
 def _create(glide: Any, address: ValkeyAddress, made: list[Any]) -> Any:
@@ -154,46 +171,43 @@ class ValkeyClient:
         self._client = client
         self._glide = glide
         self._clustered = isinstance(client, glide.GlideClusterClient)
+        # The client's own hmget takes no buffers, where its mget does: each page would be copied once more.
+        self._hmget = partial(client._execute_command, glide.sync_commands.core.RequestType.HMGet)
         self.usable = True
 
-    def get(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[int | None]:
-        """Read values, whole, each into its buffer; the length of each, None where there is none.
+    def get(self, key: str, fields: Sequence[str], buffers: Sequence[memoryview]) -> list[int | None]:
+        """Read fields of a hash, whole, each into its buffer; the length of each, None where there is none.
 
-        All `keys` have the same hash tag. A value that is too long for its buffer is refused.
+        A field that is too long for its buffer is refused.
         """
         with self._errors():
-            found = self._client.mget(list(keys), buffers=list(buffers))
+            found = self._hmget([key, *fields], response_buffers=list(buffers))
         return [None if length is None else int(length) for length in found]
 
-    def set(self, values: dict[str, memoryview | bytes]) -> None:
-        """Write values, all at once. All keys have the same hash tag."""
-        with self._errors():
-            self._client.mset(values)
+    def set(self, key: str, fields: Mapping[str, memoryview | bytes]) -> None:
+        """Write fields of a hash, all at once."""
+        self._one(lambda commands: commands.hset(key, fields))
 
-    def lengths(self, keys: Sequence[str]) -> list[int]:
-        """The length of each value in bytes; 0 where there is none."""
-        with self._errors():
-            return [int(self._client.strlen(key)) for key in keys]
+    def lengths(self, key: str, fields: Sequence[str]) -> list[int]:
+        """The length of each field in bytes; 0 where there is none."""
+        return [int(self._one(partial(_ask_size, key, field))) for field in fields]
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """Remove values that may be there. All keys have the same hash tag."""
-        with self._errors():
-            self._client.unlink(list(keys))
+    def remove_fields(self, key: str, fields: Sequence[str]) -> None:
+        """Remove fields that may be there."""
+        self._one(lambda commands: commands.hdel(key, list(fields)))
 
-    def touch(self, groups: Sequence[Sequence[str]]) -> list[int]:
-        """Count how many keys of each group are there, and have them count as used just now.
+    def remove(self, key: str) -> None:
+        """Remove a key that may be there, whatever it has."""
+        self._one(lambda commands: commands.unlink([key]))
 
-        All keys of a group have the same hash tag, and all groups the same server.
+    def count_fields(self, keys: Sequence[str]) -> list[int]:
+        """Count the fields of each hash, in this order, and have it count as used just now.
+
+        0 for something else than a hash. All keys have the same server.
         """
-        # In a cluster one by one: while a node is down, batches and commands of several slots time out even
-        # where none of their keys is on that node.
+        results = self._run([partial(_ask_length, key) for key in keys])
         with self._errors():
-            if self._clustered:
-                return [int(self._client.touch(list(group))) for group in groups]
-            batch: Any = self._glide.Batch(is_atomic=False)
-            for group in groups:
-                batch.touch(list(group))
-            return [int(count) for count in self._client.exec(batch, raise_on_error=True) or []]
+            return [0 if _is_wrong_type(result) else int(_checked(result)) for result in results]
 
     def shards(self) -> list[Shard]:
         """Who serves which keys; one that has all of them where there is no cluster."""
@@ -208,6 +222,32 @@ class ValkeyClient:
         with self._errors():
             self._client.close()
 
+    def _one(self, command: Callable[[Any], object]) -> Any:
+        with self._errors():
+            return _checked(self._run([command])[0])
+
+    def _run(self, commands: Sequence[Callable[[Any], object]]) -> list[Any]:
+        """Make calls of a client's commands; the result of each, which is an error where it was refused."""
+        # In a cluster one by one: while a node is down, batches and commands of several slots time out even
+        # where none of their keys is on that node. Where there is none, what a batch is refused raises
+        # nothing; what a single command is refused the client also writes to the terminal.
+        with self._errors():
+            if self._clustered:
+                return [self._alone(command) for command in commands]
+            batch: Any = self._glide.Batch(is_atomic=False)
+            for command in commands:
+                command(batch)
+            return self._client.exec(batch, raise_on_error=False) or []
+
+    def _alone(self, command: Callable[[Any], object]) -> Any:
+        glide = self._glide
+        try:
+            return command(self._client)
+        except (glide.TimeoutError, glide.ConnectionError):
+            raise
+        except glide.RequestError as error:
+            return error
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         glide = self._glide
@@ -219,4 +259,23 @@ class ValkeyClient:
         except (glide.TimeoutError, glide.ConnectionError) as error:
             raise ConnectionError(f"no answer: {error}") from None
         except glide.RequestError as error:
-            raise RefusedError(f"the server refuses: {error}") from None
+            kind = WrongTypeError if _is_wrong_type(error) else RefusedError
+            raise kind(f"the server refuses: {error}") from None
+
+
+def _ask_size(key: str, field: str, commands: Any) -> object:
+    return commands.hstrlen(key, field)
+
+
+def _ask_length(key: str, commands: Any) -> object:
+    return commands.hlen(key)
+
+
+def _is_wrong_type(result: object) -> bool:
+    return isinstance(result, Exception) and "WRONGTYPE" in str(result)
+
+
+def _checked(result: Any) -> Any:
+    if isinstance(result, Exception):
+        raise result
+    return result

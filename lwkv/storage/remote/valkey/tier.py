@@ -1,8 +1,8 @@
 """The remote tier on a Valkey or Redis server, or on a cluster of them.
 
-Each layer of a chunk is two values, written and read together: the page, the bytes that are in the pool, and
-its seal. All keys of a chunk have the chunk as their hash tag, so that a cluster keeps a chunk on one shard:
-a shard that is down takes its own chunks away, and no part of the others.
+A chunk is one hash, so that a server evicts it whole, and a cluster has it on one shard: a shard that is down
+takes its own chunks away, and no part of the others. Each layer is two fields of it, written and read
+together: the page, the bytes that are in the pool, and its seal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import torch
 from lwkv.config.settings import Config
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage.remote.seal import MOST_SEAL_BYTES, seal_of
-from lwkv.storage.remote.valkey.client import RefusedError, ValkeyClient, connect, read_address
+from lwkv.storage.remote.valkey.client import (
+    RefusedError,
+    ValkeyClient,
+    WrongTypeError,
+    connect,
+    read_address,
+)
 from lwkv.storage.remote.valkey.connections import Connections
 from lwkv.storage.remote.valkey.shards import Shard, Shards
 from lwkv.storage.tier import Status, TierSetup
@@ -27,6 +33,7 @@ from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+FIELDS_OF_LAYER = 2
 
 
 def open_tier(url: str, setup: TierSetup) -> ValkeyTier:
@@ -61,7 +68,7 @@ class ValkeyTier:
 
     Args:
         connect: makes a connection. Raises ConfigError, ConnectionError.
-        num_layers: of a chunk, which is there where all of them are: servers evict values, not chunks.
+        num_layers: of a chunk, which is there where all of them are: it may be evicted while it is written.
     """
 
     name = "valkey"
@@ -86,10 +93,12 @@ class ValkeyTier:
         there = [False] * len(keys)
         with self._clients.borrow() as client:
             for server, positions in by_server.items():
-                groups = [[_page_name(tags[i], n) for n in range(self._num_layers)] for i in positions]
-                counts = self._ask(server, partial(client.touch, groups)) or [0] * len(groups)
-                for i, count in zip(positions, counts, strict=True):
-                    there[i] = count == self._num_layers
+                # From the last: a server that evicts is to take the end of a prompt before its beginning.
+                last_first = positions[::-1]
+                names = [_name(tags[i]) for i in last_first]
+                counts = self._ask(server, partial(client.count_fields, names)) or [0] * len(names)
+                for i, count in zip(last_first, counts, strict=True):
+                    there[i] = count >= self._num_layers * FIELDS_OF_LAYER
         return there
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
@@ -133,28 +142,42 @@ class ValkeyTier:
         return answer
 
     def _get(self, client: ValkeyClient, key: LayerKey, page: memoryview) -> Status:
-        names, seal = _names(key), memoryview(bytearray(MOST_SEAL_BYTES))
+        name, fields = _name(key.chunk.to_string()), _fields(key.layer)
+        seal = memoryview(bytearray(MOST_SEAL_BYTES))
         try:
-            lengths = client.get(names, [page, seal])
+            lengths = client.get(name, fields, [page, seal])
+        except WrongTypeError:
+            client.remove(name)
+            return self._miss("valkey_spoiled")
         except RefusedError:
-            found = client.lengths(names)
+            found = client.lengths(name, fields)
             if found[0] <= len(page) and found[1] <= len(seal):
                 raise
             lengths = list(found)
         if None in lengths:
-            return self._drop(client, key, "valkey_vanished")
+            return self._drop(client, name, "valkey_vanished")
         if lengths[0] != len(page) or seal[: lengths[1]] != seal_of(key, page):
-            return self._drop(client, key, "valkey_spoiled")
+            return self._drop(client, name, "valkey_spoiled")
         return Status.OK
 
     def _put(self, client: ValkeyClient, key: LayerKey, page: memoryview) -> Status:
-        client.set(dict(zip(_names(key), (page, seal_of(key, page)), strict=True)))
+        name = _name(key.chunk.to_string())
+        page_field, seal_field = _fields(key.layer)
+        fields: dict[str, memoryview | bytes] = {page_field: page, seal_field: seal_of(key, page)}
+        try:
+            client.set(name, fields)
+        except WrongTypeError:
+            client.remove(name)
+            client.set(name, fields)
         return Status.OK
 
-    def _drop(self, client: ValkeyClient, key: LayerKey, why: str) -> Status:
+    def _drop(self, client: ValkeyClient, name: str, why: str) -> Status:
         """Take layer 0 away, so that the chunk is not promised again."""
         with suppress(RefusedError):
-            client.remove(_names(LayerKey(key.chunk, 0)))
+            client.remove_fields(name, _fields(0))
+        return self._miss(why)
+
+    def _miss(self, why: str) -> Status:
         self._counters.add(why)
         return Status.MISS
 
@@ -167,11 +190,11 @@ class ValkeyTier:
         return client
 
 
-def _names(key: LayerKey) -> tuple[str, str]:
-    """The keys of a page and of its seal."""
-    name = _page_name(key.chunk.to_string(), key.layer)
-    return name, f"{name}:seal"
+def _name(chunk: str) -> str:
+    """The key of a chunk. The number is that of the format: what others have put in another is not found."""
+    return f"lwkv:2:{{{chunk}}}"
 
 
-def _page_name(tag: str, layer: int) -> str:
-    return f"lwkv:{{{tag}}}:{layer}"
+def _fields(layer: int) -> tuple[str, str]:
+    """The fields of a layer's page and of its seal."""
+    return f"{layer}", f"{layer}:seal"
