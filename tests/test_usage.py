@@ -45,11 +45,12 @@ def test_a_script_of_the_documentation_runs(
     exec(compile(script, "docs", "exec"), {})
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=["vllm", "sglang", "tier"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
 def test_a_script_of_the_documentation_runs_in_inference_mode(
-    script: str, platform: Platform, monkeypatch: pytest.MonkeyPatch
+    script: str, platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As engines do: the threads of tiers are not in it."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LWKV_PLATFORM", platform.name)
     with torch.inference_mode():
         exec(compile(script, "docs", "exec"), {})
