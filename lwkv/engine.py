@@ -258,15 +258,20 @@ class CacheEngine:
         return self._completions.wait_idle(timeout_s) and self._storage.wait_idle(deadline - time.monotonic())
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start, and what is held now; at rest pins and writes_in_flight are 0.
+        """Totals since the start, and what is held now; at rest pins and writes_in_flight are 0. Never waits:
+        of a lower tier it tells what that told last.
 
         Names that begin with a tier's name, "host" first, tell of that tier: see lwkv.telemetry.tier_meter.
         """
-        return self._parts.counters.totals() | self._storage.totals() | self._pool.totals()
+        return self._gauges() | self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """Those of `stats` that only grow; all others tell what there is now."""
+        return self._parts.counters.totals() | self._storage.counts()
 
     def metrics(self, **labels: str) -> str:
         """What `stats` tells, as text for Prometheus, with `labels` on every metric; the caller serves it."""
-        return prometheus_text(self.stats(), self.tier_names, **labels)
+        return prometheus_text(self.counts(), self._gauges(), self.tier_names, **labels)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Wait for what is in flight and give everything back; idempotent.
@@ -293,6 +298,9 @@ class CacheEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _gauges(self) -> dict[str, int]:
+        return self._storage.gauges() | self._pool.totals()
 
     def parts(self) -> BatchContext:
         """What a batch works with, for whoever makes batches of other keys. Raises ClosedError."""

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -19,7 +18,8 @@ from lwkv.pool.host_pool import HostPool
 from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.page_quarantine import PageQuarantine
-from lwkv.storage.tier import Gauged, Lingering, Missing, Status, Tier
+from lwkv.storage.tier import Lingering, Missing, Status, Tier
+from lwkv.storage.tier_gauges import TierGauges
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
@@ -56,6 +56,7 @@ class Guard:
         self._reads = CircuitBreaker(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
         self._writes = CircuitBreaker(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
         self._calls = (self._writes, self._reads, self._looks)
+        self._gauges = TierGauges(tier, timeout_s, counters, clock)
         self._end = CircuitBreaker(tier.name, "close", 1, timeout_s, counters, clock)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -90,15 +91,19 @@ class Guard:
         """
         return self._writes.submit(partial(self._put, key, chunk))
 
-    def totals(self) -> dict[str, int]:
-        """What was asked and answered since the start, and what there is now; see Meter."""
+    def gauges(self) -> dict[str, int]:
+        """What there is now, as far as is known; never waits for the tier."""
         resting = any(calls.is_resting for calls in self._calls)
-        return self.meter.totals() | gauges_of(self._tier) | {"resting": int(resting)}
+        return self._gauges.known() | {"resting": int(resting)}
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
+        """Block until nothing is read or written, and `gauges` tells so; False if the former took longer than
+        `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        return all(calls.wait_idle(deadline - time.monotonic()) for calls in self._calls)
+        idle = self._wait_calls(deadline)
+        if idle:
+            self._gauges.wait_new(deadline - time.monotonic())
+        return idle
 
     def close(self, timeout_s: float) -> bool:
         """Let what is under way end, then close the tier, once; both together within `timeout_s` seconds.
@@ -106,7 +111,7 @@ class Guard:
         A tier has half a second to close even where nothing is left of that. False if it did not end in time.
         """
         deadline = time.monotonic() + timeout_s
-        ended = [calls.close(deadline - time.monotonic()) for calls in self._calls]
+        ended = [calls.close(deadline - time.monotonic()) for calls in (*self._calls, self._gauges)]
         self._end.submit(self._end_tier)
         closed = self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)
         if not closed:
@@ -115,9 +120,13 @@ class Guard:
 
     def _end_tier(self) -> None:
         # Never beside another call, however long that takes: clients may break then, and the process with it.
-        self.wait_idle(float("inf"))
+        self._wait_calls(float("inf"))
+        self._gauges.wait_idle(float("inf"))
         self._tier.close()
         self._quarantine.end()
+
+    def _wait_calls(self, deadline: float) -> bool:
+        return all(calls.wait_idle(deadline - time.monotonic()) for calls in self._calls)
 
     def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._quarantine.let_go()
@@ -172,14 +181,6 @@ class Guard:
                 wrong,
             )
         return outcomes
-
-
-def gauges_of(tier: Tier) -> dict[str, int]:
-    """What a tier tells of itself, if it does; nothing where it cannot be told now."""
-    if isinstance(tier, Gauged):
-        with suppress(OSError, RuntimeError):
-            return tier.gauges()
-    return {}
 
 
 def _outcome(status: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -170,16 +170,20 @@ class StorageManager:
         """The names of all tiers, host memory first."""
         return [HOST, *(guard.name for guard in self.lower.guards)]
 
+    def counts(self) -> dict[str, int]:
+        """What was asked of each tier and how it answered, under the tier's name: numbers that only grow."""
+        meters = [self._meter, *(guard.meter for guard in self.lower.guards)]
+        by_tier = self._under_tiers([meter.totals() for meter in meters])
+        return by_tier | {"chunks_evicted": self.host.evicted}
+
+    def gauges(self) -> dict[str, int]:
+        """What there is now, of each tier as far as is known; never waits for one."""
+        held = {"chunks": len(self.host), "pins": self.host.pins, "writes_in_flight": self.writes_in_flight}
+        return self._under_tiers([{}, *(guard.gauges() for guard in self.lower.guards)]) | held
+
     def totals(self) -> dict[str, int]:
-        """What is held, and what was asked of each tier and how it answered, under the tier's name."""
-        totals = [self._meter.totals(), *(guard.totals() for guard in self.lower.guards)]
-        by_tier = {
-            f"{tier}_{name}": number
-            for tier, numbers in zip(self.tier_names, totals, strict=True)
-            for name, number in numbers.items()
-        }
-        held = {"pins": self.host.pins, "writes_in_flight": self.writes_in_flight}
-        return by_tier | held | {"chunks": len(self.host), "chunks_evicted": self.host.evicted}
+        """Both. A gauge that a tier calls as a count is called is left out."""
+        return self.gauges() | self.counts()
 
     def close(self, timeout_s: float) -> bool:
         """End the background work and drop every chunk that is not pinned; `timeout_s` is for all tiers.
@@ -193,6 +197,10 @@ class StorageManager:
             log.warning("host memory was still being page-locked at the end of close")
         self.host.close()
         return grown and ended
+
+    def _under_tiers(self, numbers: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        by_tier = zip(self.tier_names, numbers, strict=True)
+        return {f"{tier}_{name}": number for tier, own in by_tier for name, number in own.items()}
 
     def _pages_beside(self, keys: Sequence[ChunkKey], num_chunks: int) -> Int64s:
         """Pages for up to `num_chunks` chunks, int64 (layers, chunks), none of them taken from `keys`."""

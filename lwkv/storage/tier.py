@@ -75,7 +75,10 @@ class Gauged(Protocol):
     """What a tier may offer beyond Tier."""
 
     def gauges(self) -> dict[str, int]:
-        """What there is now, by name, for metrics; never waits. May raise OSError or RuntimeError."""
+        """What there is now, by name, for metrics. As other calls it may block and raise; it has no deadline.
+
+        While it does, metrics have what it returned last.
+        """
 
 
 @runtime_checkable

@@ -8,52 +8,52 @@ from operator import itemgetter
 
 from lwkv.telemetry.tier_meter import BOUNDS_US
 
-_HELD = ("chunks", "pins", "writes_in_flight", "pages", "pages_in_use", "page_references")
-_GAUGES = frozenset((*_HELD, "used_bytes", "files", "resting"))
-
 Sample = tuple[tuple[str, str], str]
 """A metric's name and type, and one line of it."""
 
 
-def is_gauge(name: str, tiers: Sequence[str]) -> bool:
-    """Whether a number of `CacheEngine.stats()` tells what there is now; all others only grow."""
-    tier = next((tier for tier in tiers if name.startswith(f"{tier}_")), None)
-    return (name if tier is None else name.removeprefix(f"{tier}_")) in _GAUGES
-
-
-def prometheus_text(stats: Mapping[str, int], tiers: Sequence[str], **labels: str) -> str:
-    """Write `CacheEngine.stats()` as metrics called lwkv_..., those of a tier lwkv_tier_... with its name.
+def prometheus_text(
+    counts: Mapping[str, int], gauges: Mapping[str, int], tiers: Sequence[str], **labels: str
+) -> str:
+    """Write numbers as metrics called lwkv_..., those of a tier lwkv_tier_... with its name.
 
     Args:
+        counts: `CacheEngine.counts()`.
+        gauges: what else is in `CacheEngine.stats()`; it may fall.
         tiers: `CacheEngine.tier_names`.
         labels: go to every metric.
     """
-    rest = dict(stats)
     samples: list[Sample] = []
-    for tier in tiers:
-        own = {name.removeprefix(f"{tier}_"): rest.pop(name) for name in stats if name.startswith(f"{tier}_")}
-        samples += _tier_samples(own, {**labels, "tier": tier})
-    samples += _samples("lwkv", rest, labels)
+    for numbers, rows in ((counts, _count_samples), (gauges, _gauge_samples)):
+        rest = dict(numbers)
+        for tier in tiers:
+            names = [name for name in rest if name.startswith(f"{tier}_")]
+            own = {name.removeprefix(f"{tier}_"): rest.pop(name) for name in names}
+            samples += rows("lwkv_tier", own, {**labels, "tier": tier})
+        samples += rows("lwkv", rest, labels)
     lines: list[str] = []
     for (name, kind), group in groupby(sorted(samples, key=itemgetter(0)), key=itemgetter(0)):
         lines += [f"# TYPE {name} {kind}", *(line for _, line in group)]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _tier_samples(stats: Mapping[str, int], labels: Mapping[str, str]) -> Iterator[Sample]:
-    timed = [kind for kind in ("get", "put") if f"{kind}_calls" in stats]
+def _count_samples(prefix: str, counts: Mapping[str, int], labels: Mapping[str, str]) -> Iterator[Sample]:
+    timed = [kind for kind in ("get", "put") if f"{kind}_calls" in counts]
     for kind in timed:
-        yield from _histogram(f"lwkv_tier_{kind}_seconds", stats, kind, labels)
+        yield from _histogram(f"{prefix}_{kind}_seconds", counts, kind, labels)
     inside = tuple(f"{kind}_us" for kind in timed)
-    yield from _samples(
-        "lwkv_tier", {name: number for name, number in stats.items() if not name.startswith(inside)}, labels
-    )
+    for name, number in counts.items():
+        if not name.startswith(inside):
+            yield (f"{prefix}_{name}_total", "counter"), _line(f"{prefix}_{name}_total", number, labels)
 
 
-def _samples(prefix: str, stats: Mapping[str, int], labels: Mapping[str, str]) -> Iterator[Sample]:
-    for name, number in stats.items():
-        family = (f"{prefix}_{name}", "gauge") if name in _GAUGES else (f"{prefix}_{name}_total", "counter")
-        yield family, f"{family[0]}{_braces(labels.items())} {number}"
+def _gauge_samples(prefix: str, gauges: Mapping[str, int], labels: Mapping[str, str]) -> Iterator[Sample]:
+    for name, number in gauges.items():
+        yield (f"{prefix}_{name}", "gauge"), _line(f"{prefix}_{name}", number, labels)
+
+
+def _line(name: str, number: int, labels: Mapping[str, str]) -> str:
+    return f"{name}{_braces(labels.items())} {number}"
 
 
 def _histogram(name: str, stats: Mapping[str, int], kind: str, labels: Mapping[str, str]) -> Iterator[Sample]:

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-from storage.faulty_tier import FaultyTier
+from typing import ClassVar
+
+from storage.faulty_tier import LONG_S, FaultyTier
 from storage.rig import NUM_LAYERS, PAGE_BYTES, Rig
 
-from lwkv.telemetry.prometheus import is_gauge, prometheus_text
+from lwkv.telemetry.prometheus import prometheus_text
 from lwkv.telemetry.tier_meter import BOUNDS_US, Meter
 
 
 def test_every_number_is_a_metric_and_those_of_tiers_carry_its_name() -> None:
-    stats = {"chunks": 2, "tokens_asked": 7, "disk_hits": 3, "disk_used_bytes": 10, "remote_get_error": 1}
-    assert prometheus_text(stats, ["host", "disk", "remote"], model='a"b') == (
+    counts, gauges = (
+        {"tokens_asked": 7, "disk_hits": 3, "remote_get_error": 1},
+        {"chunks": 2, "disk_used_bytes": 10},
+    )
+    assert prometheus_text(counts, gauges, ["host", "disk", "remote"], model='a"b') == (
         "# TYPE lwkv_chunks gauge\n"
         'lwkv_chunks{model="a\\"b"} 2\n'
         "# TYPE lwkv_tier_get_error_total counter\n"
@@ -23,11 +28,46 @@ def test_every_number_is_a_metric_and_those_of_tiers_carry_its_name() -> None:
     )
 
 
-def test_what_there_is_now_is_told_from_what_only_grows() -> None:
-    held, grows = ("chunks", "pages_in_use", "disk_files", "host_resting"), ("chunks_evicted", "disk_hits")
-    assert all(is_gauge(name, ["host", "disk"]) for name in held)
-    # Of a tier that there is not, it is no gauge's name.
-    assert not any(is_gauge(name, ["host", "disk"]) for name in (*grows, "remote_files", "files_lost"))
+class Falling(FaultyTier):
+    """A tier whose own numbers fall; one is called as a count is called."""
+
+    numbers: ClassVar[dict[str, int]] = {"queue_total": 9, "hits": 7}
+
+    def gauges(self) -> dict[str, int]:
+        return self.numbers
+
+
+def test_what_a_tier_tells_of_itself_may_fall_and_is_a_gauge_whatever_its_name() -> None:
+    tier = Falling("own")
+    rig = Rig(tiers=[tier])
+    assert rig.manager.totals()["own_queue_total"] == 9
+    tier.numbers = {"queue_total": 2, "hits": 1}
+    assert rig.manager.wait_idle(LONG_S)
+    counts, gauges = rig.manager.counts(), rig.manager.gauges()
+    assert gauges["own_queue_total"] == 2
+    assert not any("queue" in name for name in counts)
+    lines = prometheus_text(counts, gauges, rig.manager.tier_names).splitlines()
+    assert {"# TYPE lwkv_tier_queue_total gauge", 'lwkv_tier_queue_total{tier="own"} 2'} <= set(lines)
+    rig.put_below(tier, 1)
+    rig.hold(1).release()
+    assert rig.manager.totals()["own_hits"] == 1, "a count stays one"
+    rig.end()
+
+
+def test_all_that_is_counted_only_grows_and_all_else_is_a_gauge() -> None:
+    tier = FaultyTier("disk")
+    rig = Rig(num_chunks=3, tiers=[tier])
+    before = rig.manager.counts()
+    for numbers in ((1, 2), (3, 4), (1, 5)):
+        rig.store(*numbers)
+        rig.hold(*numbers).release()
+        after = rig.manager.counts()
+        assert all(after[name] >= before[name] for name in before)
+        before = after
+    held = {"chunks", "pins", "writes_in_flight", "disk_resting"}
+    assert rig.manager.gauges().keys() == held
+    assert not before.keys() & held
+    rig.end()
 
 
 def test_times_are_a_histogram_whose_bars_add_up() -> None:
@@ -35,7 +75,7 @@ def test_times_are_a_histogram_whose_bars_add_up() -> None:
     for seconds in (0.0001, 0.0002, 0.002, 99.0):
         meter.note_call("get", seconds, 5)
     stats = {f"disk_{name}": number for name, number in meter.totals().items()}
-    lines = prometheus_text(stats, ["disk"]).splitlines()
+    lines = prometheus_text(stats, {}, ["disk"]).splitlines()
     assert lines[:2] == [
         "# TYPE lwkv_tier_get_bytes_total counter",
         'lwkv_tier_get_bytes_total{tier="disk"} 20',

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from functools import partial
 
+from lwkv.background.workers import Workers
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.reports import RankInfo
 from lwkv.keys import ChunkKey
@@ -25,6 +26,7 @@ class LowerTier:
     def __init__(self, tier: Tier, counters: Counters) -> None:
         self._tier = tier
         self._calls = CircuitBreaker(tier.name, "lookup", 1, ANSWER_S, counters, time.monotonic)
+        self._end = Workers(f"{tier.name}-close", 1)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         call = self._calls.submit(partial(self._tier.contains, keys, ANSWER_S))
@@ -34,8 +36,14 @@ class LowerTier:
         return found if len(found) == len(keys) else [False] * len(keys)
 
     def close(self) -> None:
-        if self._calls.close(ANSWER_S):
-            self._tier.close()
+        """Close the tier once its last call has returned, on a thread of its own: it may block."""
+        self._calls.close(ANSWER_S)
+        self._end.submit(self._close)
+        self._end.close(ANSWER_S)
+
+    def _close(self) -> None:
+        self._calls.wait_idle(float("inf"))
+        self._tier.close()
 
 
 class LowerTiers:

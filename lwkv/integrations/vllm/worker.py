@@ -17,7 +17,6 @@ from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.steps import LayerSteps
 from lwkv.telemetry.log_throttle import LogThrottle
-from lwkv.telemetry.prometheus import is_gauge
 from lwkv.transfer import NO_SLOT
 
 log = logging.getLogger(__name__)
@@ -142,9 +141,8 @@ class WorkerSide:
         """What the engine counted since the last call; nothing in steps that move nothing."""
         if not self._orders.moves_anything:
             return {}
-        stats, tiers = self.engine.stats(), self.engine.tier_names
         # A histogram is told by Prometheus' own means only.
-        totals = {name: stats[name] for name in stats if not is_gauge(name, tiers) and "_le_" not in name}
+        totals = {name: count for name, count in self.engine.counts().items() if "_le_" not in name}
         totals["tokens_recomputed"] = self._recomputed
         before, self._counted = self._counted, totals
         return {name: more for name in totals if (more := totals[name] - before.get(name, 0))}

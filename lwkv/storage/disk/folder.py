@@ -82,7 +82,7 @@ class Folder:
 
     @property
     def used_bytes(self) -> int:
-        """What all files of all processes have together, as counted last; never waits. Raises OSError."""
+        """What all files of all processes have together, as counted last; takes no lock. Raises OSError."""
         return used_in(self.path)
 
     def chunk_path(self, key: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ class FolderLock:
 
 def used_in(folder: str) -> int:
     """`FolderLock.used`, without the lock. Raises OSError."""
-    file = os.open(os.path.join(folder, LOCK_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    file = _open(os.path.join(folder, LOCK_NAME), os.O_RDONLY)
     try:
         return FolderLock(file).used
     finally:
@@ -50,7 +52,7 @@ def locked(folder: str, timeout_s: float) -> Iterator[FolderLock]:
     """Hold the lock of `folder`. Raises TimeoutError where others hold it for longer; OSError."""
     path = os.path.join(folder, LOCK_NAME)
     # Opened anew each time: somebody may have emptied the folder, and threads are to exclude each other too.
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY)
+    file = _open(path, os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + timeout_s
         while not _try_lock(file):
@@ -79,6 +81,16 @@ def is_owned(path: str) -> bool:
 def own(file: int) -> None:
     """Mark a file as being written by this process, until its descriptor is closed."""
     fcntl.flock(file, fcntl.LOCK_EX)  # waits only for somebody who looks whether it is owned
+
+
+def _open(path: str, flags: int) -> int:
+    """A descriptor of a lock's file. Raises OSError, also where another thing has its name."""
+    # Without waiting: a FIFO has somebody at its other end, or nobody.
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, OWNER_ONLY)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "the lock is no regular file; remove it", path)
+    return file
 
 
 def _close(file: int) -> None:
