@@ -44,6 +44,9 @@ class StorageManager:
         use_device: called by the thread that page-locks memory, before all else.
         keep_in_host: False where pages only pass through host memory, to and from lower tiers.
         write_back: when lower tiers get chunks, see LowerTiers.
+
+    Attributes:
+        most_chunks: that host memory has room for; no more are found of a prompt.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class StorageManager:
         self.frozen = False
         self._pool = pool
         self._num_layers = num_layers
-        self._most_chunks = pool.max_pages // num_layers
+        self.most_chunks = pool.max_pages // num_layers
         self._counters = counters or Counters()
         guards = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
         self.lower = LowerTiers(guards, pool, write_back)
@@ -90,7 +93,7 @@ class StorageManager:
         in_host = self.host.contains(keys)
         lower = self.lower.find(keys, in_host)
         length = _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
-        return min(length, self._most_chunks)
+        return min(length, self.most_chunks)
 
     def hold(self, keys: Sequence[ChunkKey]) -> Hold:
         """Pin the longest cached prefix of `keys` until `Hold.release`."""
@@ -99,7 +102,7 @@ class StorageManager:
         found = [Found(*item) for item in zip(keys, pinned, lower, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
         # All chunks of a hold are in host memory at the end: what cannot be there is not promised.
-        length = min(length, self._most_chunks)
+        length = min(length, self.most_chunks)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
         self._note_found(found, length)
         return Hold(found[:length], self._num_layers, self.host.unpin, self._promote, self._pool.release)

@@ -32,7 +32,9 @@ class Rank:
     failed: set[bytes] = field(default_factory=set)
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks it can load, out of any tier."""
+        """How many leading chunks it can load, out of any tier: no more than its host memory has room for."""
+        # All chunks of a load are in host memory at its end. What is behind them is not asked for.
+        keys = keys[: self.info.most_chunks]
         there = [key.hash in self.kept for key in keys]
         if self.below is not None and not all(there):
             asked = [i for i, key in enumerate(keys) if not there[i] and key.hash not in self.failed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ class RankInfo:
         namespace: of the rank's keys.
         tokens_per_row: tokens that can only be moved together.
         num_layers, page_bytes, page_format: of its chunks.
+        most_chunks: that its host memory has room for.
     """
 
     rank: int
@@ -23,6 +25,7 @@ class RankInfo:
     num_layers: int = 1
     page_bytes: int = 1
     page_format: str = ""
+    most_chunks: int = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class WorkerSide:
             connector.num_layers,
             connector.page_bytes,
             connector.page_format,
+            engine.parts().storage.most_chunks,
         )
         self._block_size = block_size
         self._draft_layers = draft_layers

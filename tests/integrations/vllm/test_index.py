@@ -105,6 +105,16 @@ def test_lower_tiers_are_asked_for_what_host_memory_lacks_unless_it_failed() -> 
     assert shelf.closed
 
 
+def test_no_more_is_promised_than_the_smallest_host_memory_of_a_rank_has_room_for() -> None:
+    names = [info(rank).namespace for rank in range(2)]
+    shelves = [Shelf(*chunk_keys(TOKENS, CHUNK, name)) for name in names]
+    index = ChunkIndex(2, CHUNK, open_lower_tiers=lambda rank: shelves[rank.rank])
+    for rank, room in enumerate([5, 3]):
+        index.introduce(RankInfo(rank, names[rank], most_chunks=room))
+    assert index.prefix(index.keys(TOKENS, ())) == 3
+    assert [len(shelf.asked) for shelf in shelves] == [5, 3]
+
+
 def test_lower_tiers_are_opened_once_a_rank() -> None:
     opened: list[int] = []
 

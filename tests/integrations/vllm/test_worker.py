@@ -69,3 +69,9 @@ def test_a_step_that_was_looked_up_and_never_ended_is_given_up_by_the_next() -> 
     assert rank.engine.flush()
     require_rest(rank.engine)
     rank.worker.close()
+
+
+def test_the_scheduler_learns_for_how_many_chunks_there_is_room() -> None:
+    rank = RankOfModel(0, 1, 16, 7, {})
+    assert rank.worker.info.most_chunks == rank.engine.parts().storage.most_chunks == 7
+    rank.worker.close()
