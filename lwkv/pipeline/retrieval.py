@@ -148,7 +148,7 @@ class BatchRetrieval:
 
     def _hold(self, request: CheckedRequest) -> Part:
         first, engine = request.first // request.chunk_size, self._engine
-        hold = engine.storage.hold(engine.keys_of(request)[first:])
+        hold = engine.storage.hold(engine.keys_of(request), first)
         transfer = request.loads(first, first + len(hold.found))
         return Part(request, first * request.chunk_size, hold, transfer)
 

@@ -13,6 +13,7 @@ from lwkv.connectors.saver import Save
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.pipeline.context import BatchContext
 from lwkv.storage import Write
+from lwkv.storage.prefix_order import parents_of
 from lwkv.transfer import CheckedRequest, Transfer
 
 log = logging.getLogger(__name__)
@@ -40,13 +41,14 @@ class BatchStoring:
         """Take pages for the new chunks of all requests, in all layers: for the first of them that fit."""
         transfer = Transfer.join([request.saves() for request in self._requests])
         new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
-        keys = [key for request in self._requests for key in self._engine.keys_of(request)]
-        wanted = np.flatnonzero(new)
-        self._write = self._engine.storage.begin_write([keys[i] for i in wanted])
+        prompts = [self._engine.keys_of(request) for request in self._requests]
+        keys = [key for prompt in prompts for key in prompt]
+        parents = [parent for prompt in prompts for parent in parents_of(prompt)]
+        self._write = self._engine.storage.begin_write(keys, parents, np.flatnonzero(new).tolist())
         if self._write is not None:
             self._engine.completions.expect(self)
             new[:] = False
-            new[wanted[self._write.positions]] = True
+            new[self._write.positions] = True
             moved = transfer if new.all() else transfer.only(new)
             self._save = self._try(self._connector.begin_save, moved, self._write.pages, self._sync)
 

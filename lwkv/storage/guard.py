@@ -18,7 +18,7 @@ from lwkv.pool.host_pool import HostPool
 from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.page_quarantine import PageQuarantine
-from lwkv.storage.tier import Lingering, Missing, Status, Tier
+from lwkv.storage.tier import Lingering, Missing, Ordered, Status, Tier
 from lwkv.storage.tier_gauges import TierGauges
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -49,6 +49,7 @@ class Guard:
         self._timeout_s = timeout_s
         self._counters = counters
         self._throttle = LogThrottle(log, clock)
+        self._ordered = tier if isinstance(tier, Ordered) else None
         self.name = tier.name
         self.meter = Meter()
         self._quarantine = PageQuarantine(pool, tier.grace_s if isinstance(tier, Lingering) else 0.0, clock)
@@ -84,12 +85,17 @@ class Guard:
         layer_keys = [LayerKey(key, layer) for key in keys]
         return self._reads.submit(partial(self._get, layer_keys, pages, buffers))
 
-    def put(self, key: ChunkKey, chunk: Chunk) -> Future[bool]:
+    def put(self, key: ChunkKey, chunk: Chunk, parent: ChunkKey | None = None) -> Future[bool]:
         """Start to copy a complete chunk; its pages must not change until the future is done.
 
-        The result is whether the tier took it.
+        `parent` is the chunk before it, None for a prompt's first. The result is whether the tier took it.
         """
-        return self._writes.submit(partial(self._put, key, chunk))
+        return self._writes.submit(partial(self._put, key, chunk, parent))
+
+    def follow(self, prompt: Sequence[ChunkKey]) -> None:
+        """Let a tier that is Ordered know that a prompt is used; never blocks."""
+        if self._ordered is not None and prompt:
+            self._looks.submit(partial(self._ordered.follow, prompt, self._timeout_s))
 
     def gauges(self) -> dict[str, int]:
         """What there is now, as far as is known; never waits for the tier."""
@@ -143,7 +149,9 @@ class Guard:
             self._quarantine.keep(pages[outcomes != FILLED])
         return outcomes
 
-    def _put(self, key: ChunkKey, chunk: Chunk) -> bool:
+    def _put(self, key: ChunkKey, chunk: Chunk, parent: ChunkKey | None) -> bool:
+        if self._ordered is not None:
+            self._ordered.follow([key] if parent is None else [parent, key], self._timeout_s)
         # Layer 0 is the commit record: last, and only where all other layers are there.
         others, first = range(1, len(chunk.pages)), range(1)
         return self._put_layers(key, chunk, others) and self._put_layers(key, chunk, first)

@@ -26,11 +26,12 @@ class LayerPages(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where one chunk was found: pinned in the host tier, or in a lower tier."""
+    """Where a chunk was found: pinned in the host tier, or in a lower tier. `parent` is the one before it."""
 
     key: ChunkKey
     chunk: Chunk | None = None
     tier: Guard | None = None
+    parent: ChunkKey | None = None
 
 
 @dataclass(eq=False)
@@ -90,7 +91,6 @@ class Hold:
             if self._released:
                 return
             self._released = True
-        self.unpin([item.chunk for item in self.found if item.chunk is not None])
         complete = (self.fetched >= 0).all(axis=0)
         positions = np.flatnonzero(complete & ~self.in_host).tolist()
         self.promote(
@@ -99,6 +99,8 @@ class Hold:
         rest = self.fetched[:, ~complete]
         if (rest >= 0).any():
             self.give_back(rest[rest >= 0])
+        # Last: what is promoted is of no use without those before it.
+        self.unpin([item.chunk for item in self.found if item.chunk is not None])
 
     def _chunks_in(self, tier: Guard) -> tuple[Guard, list[ChunkKey], Int64s]:
         positions = [i for i, item in enumerate(self.found) if item.tier is tier]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +13,7 @@ import numpy as np
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
+from lwkv.storage.prefix_order import PrefixOrder, parents_of
 
 CHUNKS_AT_A_TIME = 32
 
@@ -35,7 +35,7 @@ class Watcher(Protocol):
 
 
 class HostTier:
-    """Complete chunks in the host pool, least recently used first.
+    """Complete chunks in the host pool. They are evicted in PrefixOrder: a prompt's last chunk first.
 
     A chunk enters with all its layers and leaves with all its layers, so that it is visible whole or not at
     all. A pinned chunk is never evicted, nor one whose pages a lower tier still reads. Thread-safe.
@@ -43,7 +43,8 @@ class HostTier:
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
-        self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._chunks: dict[ChunkKey, Chunk] = {}
+        self._order: PrefixOrder[ChunkKey] = PrefixOrder()
         self._lock = threading.Lock()
         self._closed = False
         self.evicted = 0
@@ -62,17 +63,24 @@ class HostTier:
             return [key in self._chunks for key in keys]
 
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
-        """Pin every chunk that is here, in the order of `keys`; `unpin` ends it. None after `close`."""
+        """Pin and use every chunk that is here, in the order of `keys`; `unpin` ends it. None after `close`.
+
+        `keys` are those of a prompt's chunks in their order, or of several, one prompt after the other.
+        """
         with self._lock:
             if self._closed:
                 return [None] * len(keys)
             found = [self._chunks.get(key) for key in keys]
-            # Deep chunks are of no use without those before them, so they are to go first.
-            for key, chunk in zip(reversed(keys), reversed(found), strict=True):
+            for chunk in found:
                 if chunk is not None:
                     chunk.pins += 1
-                    self._chunks.move_to_end(key)
+            self._order.use(keys)
             return found
+
+    def use(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that those of a prompt's chunks that are here are used; `keys` in their order."""
+        with self._lock:
+            self._order.use(keys)
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         with self._lock:
@@ -81,15 +89,27 @@ class HostTier:
             dropped = self._take_unpinned() if self._closed else []
         self._release(dropped)
 
-    def insert(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
-        """Make complete chunks visible, taking over the caller's page references; what is here stays."""
+    def insert(
+        self,
+        keys: Sequence[ChunkKey],
+        chunks: Sequence[Chunk],
+        parents: Sequence[ChunkKey | None] | None = None,
+    ) -> None:
+        """Make complete chunks visible, taking over the caller's page references; what is here stays.
+
+        Args:
+            parents: the chunk before each, None for a prompt's first; without them `keys` are all chunks of
+                one prompt.
+        """
         surplus: list[Int64s] = []
         with self._lock:
-            for key, chunk in zip(reversed(keys), reversed(chunks), strict=True):
+            for key, chunk, parent in zip(keys, chunks, parents or parents_of(keys), strict=True):
                 if self._closed or key in self._chunks:
                     surplus.append(chunk.pages)
                 else:
                     self._chunks[key] = chunk
+                    self._order.add(key, parent)
+            self._order.use(keys)
             if self.watcher is not None:
                 self.watcher.kept(keys)
         self._release(surplus)
@@ -100,12 +120,12 @@ class HostTier:
             return sum(len(self._chunks[key].pages) for key in self._evictable())
 
     def evict(self, num_pages: int) -> bool:
-        """Free `num_pages` pages or more, least recently used chunks first; none where too few can go."""
+        """Free `num_pages` pages or more, in PrefixOrder; none where too few can go."""
         with self._lock:
             victims = self._oldest(num_pages)
             if victims is None:
                 return False
-            dropped = [self._chunks.pop(key).pages for key in victims]
+            dropped = self._take(victims)
             self.evicted += len(dropped)
             if self.watcher is not None:
                 self.watcher.dropped(victims)
@@ -132,7 +152,8 @@ class HostTier:
         return victims
 
     def _evictable(self) -> Iterator[ChunkKey]:
-        unpinned = (item for item in self._chunks.items() if not item[1].pins)
+        in_order = ((key, self._chunks[key]) for key in self._order)
+        unpinned = (item for item in in_order if not item[1].pins)
         # Many at a time: the pool is asked, and its lock taken, once for all of them.
         while some := list(islice(unpinned, CHUNKS_AT_A_TIME)):
             pages = np.concatenate([chunk.pages for _, chunk in some]).reshape(len(some), -1)
@@ -140,8 +161,13 @@ class HostTier:
             yield from (key for (key, _), read in zip(some, is_read, strict=True) if not read)
 
     def _take_unpinned(self) -> list[Int64s]:
-        unpinned = [key for key, chunk in self._chunks.items() if not chunk.pins]
-        return [self._chunks.pop(key).pages for key in unpinned]
+        return self._take([key for key, chunk in self._chunks.items() if not chunk.pins])
+
+    def _take(self, keys: Sequence[ChunkKey]) -> list[Int64s]:
+        """Remove chunks; the pages of each."""
+        for key in keys:
+            self._order.remove(key)
+        return [self._chunks.pop(key).pages for key in keys]
 
     def _release(self, pages: Sequence[Int64s]) -> None:
         if pages:

@@ -9,13 +9,21 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 from lwkv.keys import ChunkKey
 from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Guard
 from lwkv.storage.host_tier import Chunk
 
-Debt = tuple[Sequence[Guard], ChunkKey, Chunk]
+
+class Debt(NamedTuple):
+    """A complete chunk that these tiers are to get, and the one before it; owns a reference to its pages."""
+
+    guards: Sequence[Guard]
+    key: ChunkKey
+    chunk: Chunk
+    parent: ChunkKey | None
 
 
 class LowerTiers:
@@ -49,15 +57,24 @@ class LowerTiers:
         """The tiers that are asked before `guard`."""
         return self.guards[: self.guards.index(guard)] if guard is not None else ()
 
-    def keep(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk) -> None:
-        """Have these tiers get a complete chunk, now or later; takes references to its pages of its own."""
+    def follow(self, prompt: Sequence[ChunkKey]) -> None:
+        """Let the tiers know that a prompt is used that begins with these chunks; never blocks."""
+        for guard in self.guards:
+            guard.follow(prompt)
+
+    def keep(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk, parent: ChunkKey | None) -> None:
+        """Have these tiers get a complete chunk, now or later; takes references to its pages of its own.
+
+        `parent` is the chunk before it, None for a prompt's first.
+        """
         if not guards:
             return
         self._pool.share(chunk.pages)
-        if self._defer((guards, key, chunk)):
+        debt = Debt(guards, key, chunk, parent)
+        if self._defer(debt):
             self._settle(self._pool.max_pages // 2)
         else:
-            self._write_now((guards, key, chunk))
+            self._write_now(debt)
 
     def settle(self) -> None:
         """Start to copy all that is not copied yet."""
@@ -94,7 +111,7 @@ class LowerTiers:
     def _defer(self, debt: Debt, most_pages: float = float("inf")) -> bool:
         """Note that a chunk is to be copied later, if there are no more than `most_pages` then; takes over a
         reference to its pages."""
-        num_pages = len(debt[2].pages)
+        num_pages = len(debt.chunk.pages)
         with self._lock:
             if not self._write_back or self._pages_owed + num_pages > most_pages:
                 return False
@@ -103,27 +120,26 @@ class LowerTiers:
             return True
 
     def _write_now(self, debt: Debt) -> None:
-        guards, key, chunk = debt
         with ExitStack() as ending:
-            ending.callback(self._pool.release, chunk.pages)
-            self._write(guards, key, chunk)
+            ending.callback(self._pool.release, debt.chunk.pages)
+            self._write(debt)
 
     def _next_deferred(self, most_pages: int) -> Debt | None:
         with self._lock:
             if self._pages_owed <= most_pages:
                 return None
             debt = self._debts.popleft()
-            self._pages_owed -= len(debt[2].pages)
+            self._pages_owed -= len(debt.chunk.pages)
             return debt
 
-    def _write(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk) -> None:
-        for guard in guards:
-            self._pool.share(chunk.pages)
+    def _write(self, debt: Debt) -> None:
+        for guard in debt.guards:
+            self._pool.share(debt.chunk.pages)
             with ExitStack() as undo:
-                undo.callback(self._pool.release, chunk.pages)
-                put = guard.put(key, chunk)
+                undo.callback(self._pool.release, debt.chunk.pages)
+                put = guard.put(debt.key, debt.chunk, debt.parent)
                 undo.pop_all()
-            put.add_done_callback(partial(self._written, ((guard,), key, chunk)))
+            put.add_done_callback(partial(self._written, debt._replace(guards=(guard,))))
 
     def _written(self, debt: Debt, put: Future[bool]) -> None:
         if put.cancelled() and self._defer(debt, self._pool.max_pages // 2):
@@ -131,4 +147,4 @@ class LowerTiers:
         if put.cancelled() or put.exception() is not None or not put.result():
             with self._lock:
                 self._given_up += 1
-        self._pool.release(debt[2].pages)
+        self._pool.release(debt.chunk.pages)

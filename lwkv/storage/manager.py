@@ -20,6 +20,7 @@ from lwkv.storage.guard import Guard
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.lower_tiers import LowerTiers
+from lwkv.storage.prefix_order import parents_of
 from lwkv.storage.tier import Tier
 from lwkv.storage.write import Write
 from lwkv.telemetry.counters import Counters
@@ -95,16 +96,24 @@ class StorageManager:
         length = _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
         return min(length, self.most_chunks)
 
-    def hold(self, keys: Sequence[ChunkKey]) -> Hold:
-        """Pin the longest cached prefix of `keys` until `Hold.release`."""
+    def hold(self, keys: Sequence[ChunkKey], first: int = 0) -> Hold:
+        """Pin the longest cached prefix of `keys` from chunk `first` on until `Hold.release`.
+
+        Args:
+            keys: all chunks of a prompt. Those before `first` are used as well, and not held.
+        """
+        prompt, parents = keys, parents_of(keys)[first:]
+        keys = keys[first:]
         pinned = self.host.pin(keys)
+        self.host.use(prompt[:first])
         lower = self.lower.find(keys, [chunk is not None for chunk in pinned])
-        found = [Found(*item) for item in zip(keys, pinned, lower, strict=True)]
+        found = [Found(*item) for item in zip(keys, pinned, lower, parents, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
         # All chunks of a hold are in host memory at the end: what cannot be there is not promised.
         length = min(length, self.most_chunks)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
         self._note_found(found, length)
+        self.lower.follow(prompt[: first + length])
         return Hold(found[:length], self._num_layers, self.host.unpin, self._promote, self._pool.release)
 
     def layerwise_batched_get(self, hold: Hold, layers: Iterable[int]) -> list[Future[LayerPages]]:
@@ -115,45 +124,62 @@ class StorageManager:
         """
         return [self._get_layer(hold, layer) for layer in layers]
 
-    def begin_write(self, keys: Sequence[ChunkKey]) -> Write | None:
+    def begin_write(
+        self,
+        keys: Sequence[ChunkKey],
+        parents: Sequence[ChunkKey | None] | None = None,
+        new: Sequence[int] | None = None,
+    ) -> Write | None:
         """Take pages for all layers of those `keys` that are neither in the host tier nor on their way.
 
         Where memory cannot be freed for all of these, for as many as there is room for, from the first. What
-        is known of `keys` is not evicted for it: chunks are of no use without those before them.
+        is known of `keys` is used by that, and stays here until the write ends: chunks are of no use without
+        those before them.
+
+        Args:
+            keys: all chunks of a prompt, or of several, one prompt after the other.
+            parents: the chunk before each, None for a prompt's first; without them `keys` are one prompt's.
+            new: positions of those that may be written; all by default.
 
         Returns None where there is nothing to store: all known, frozen, or no room for a single one.
         """
-        wanted = self._claim(keys)
-        if not wanted:
+        if self.frozen:
             return None
+        parents = parents or parents_of(keys)
         with ExitStack() as undo:
-            undo.callback(self._unclaim, [keys[i] for i in wanted])
-            pages = self._pages_beside(keys, len(wanted))
+            known = [chunk for chunk in self.host.pin(keys) if chunk is not None]
+            undo.callback(self.host.unpin, known)
+            wanted, pages = self._take_pages(keys, range(len(keys)) if new is None else new)
+            if not wanted:
+                return None
             undo.pop_all()
-        wanted, refused = wanted[: pages.shape[1]], wanted[pages.shape[1] :]
-        if refused:
-            self._refuse([keys[i] for i in refused])
-        if not wanted:
-            return None
         return Write(
             positions=np.array(wanted, np.int64),
             keys=[keys[i] for i in wanted],
+            parents=[parents[i] for i in wanted],
             pages=pages,
             put=self.batched_put,
             unclaim=self._unclaim,
             release=self._pool.release,
+            let_go=partial(self.host.unpin, known),
         )
 
-    def batched_put(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+    def batched_put(
+        self,
+        keys: Sequence[ChunkKey],
+        chunks: Sequence[Chunk],
+        parents: Sequence[ChunkKey | None] | None = None,
+    ) -> None:
         """Make complete chunks visible and have the lower tiers get them; takes over their pages.
 
-        They are visible even if a tier raises, which is passed on.
+        `parents` are as for `begin_write`. They are visible even if a tier raises, which is passed on.
         """
+        parents = parents or parents_of(keys)
         try:
-            for key, chunk in zip(keys, chunks, strict=True):
-                self.lower.keep(self.lower.guards, key, chunk)
+            for key, chunk, parent in zip(keys, chunks, parents, strict=True):
+                self.lower.keep(self.lower.guards, key, chunk, parent)
         finally:
-            self._insert(keys, chunks)
+            self._insert(keys, chunks, parents)
             self._unclaim(keys)
         self._grow_ahead(sum(len(chunk.pages) for chunk in chunks))
 
@@ -205,17 +231,20 @@ class StorageManager:
         by_tier = zip(self.tier_names, numbers, strict=True)
         return {f"{tier}_{name}": number for tier, own in by_tier for name, number in own.items()}
 
-    def _pages_beside(self, keys: Sequence[ChunkKey], num_chunks: int) -> Int64s:
-        """Pages for up to `num_chunks` chunks, int64 (layers, chunks), none of them taken from `keys`."""
-        pages = self._pool.allocate(self._num_layers * num_chunks)
-        if pages is None:
-            all_new = num_chunks == len(keys)
-            known = [] if all_new else [chunk for chunk in self.host.pin(keys) if chunk is not None]
-            pages = self._as_many_pages(num_chunks)
-            self.host.unpin(known)
-        return pages.reshape(self._num_layers, -1)
+    def _take_pages(self, keys: Sequence[ChunkKey], new: Iterable[int]) -> tuple[list[int], Int64s]:
+        """Claim what is to be written of `new`: the positions, and pages for them, int64 (layers, chunks)."""
+        wanted = self._claim(keys, new)
+        with ExitStack() as undo:
+            undo.callback(self._unclaim, [keys[i] for i in wanted])
+            pages = self._as_many_pages(len(wanted)).reshape(self._num_layers, -1)
+            undo.pop_all()
+        wanted, refused = wanted[: pages.shape[1]], wanted[pages.shape[1] :]
+        if refused:
+            self._refuse([keys[i] for i in refused])
+        return wanted, pages
 
     def _as_many_pages(self, num_chunks: int) -> Int64s:
+        """Pages for up to `num_chunks` chunks, as many as can be had."""
         while num_chunks > 0:
             pages = self.allocate(self._num_layers * num_chunks)
             if pages is not None:
@@ -255,13 +284,15 @@ class StorageManager:
             return
         try:
             for item, chunk in zip(found, chunks, strict=True):
-                self.lower.keep(self.lower.nearer_than(item.tier), item.key, chunk)
+                self.lower.keep(self.lower.nearer_than(item.tier), item.key, chunk, item.parent)
         finally:
-            self._insert([item.key for item in found], chunks)
+            self._insert([item.key for item in found], chunks, [item.parent for item in found])
 
-    def _insert(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+    def _insert(
+        self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk], parents: Sequence[ChunkKey | None]
+    ) -> None:
         if self._keep_in_host:
-            self.host.insert(keys, chunks)
+            self.host.insert(keys, chunks, parents)
         else:
             for chunk in chunks:
                 self._pool.release(chunk.pages)
@@ -277,12 +308,10 @@ class StorageManager:
             guard.meter.note_found(hits, asked - hits)
             asked -= hits
 
-    def _claim(self, keys: Sequence[ChunkKey]) -> list[int]:
-        if self.frozen:
-            return []
+    def _claim(self, keys: Sequence[ChunkKey], new: Iterable[int]) -> list[int]:
         with self._lock:
             known = self.host.contains(keys)
-            wanted = [i for i, key in enumerate(keys) if not known[i] and key not in self._writing]
+            wanted = [i for i in new if not known[i] and keys[i] not in self._writing]
             wanted = _distinct(keys, wanted)
             self._writing.update(keys[i] for i in wanted)
         return wanted

@@ -71,6 +71,19 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class Ordered(Protocol):
+    """What a tier may offer beyond Tier that evicts chunks itself: a prompt is of use only from its start."""
+
+    def follow(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
+        """Note that a prompt is used that has these chunks in a row, whether they are here or not.
+
+        Where the first of them is not the first of the prompt, it was named as the last of a call before. The
+        last one may be about to be put: nothing before it is to go for that. May block and raise as the other
+        calls.
+        """
+
+
+@runtime_checkable
 class Gauged(Protocol):
     """What a tier may offer beyond Tier."""
 

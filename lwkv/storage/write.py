@@ -16,23 +16,29 @@ from lwkv.storage.host_tier import Chunk
 class Write:
     """Pages taken for chunks that are not visible yet; ends with exactly one of `commit` and `abort`.
 
-    Nobody else writes the same chunks before that, or before `give_up`.
+    Nobody else writes the same chunks before that, or before `give_up`. The chunks before them that were here
+    stay until the end: `let_go` unpins these.
 
-    `positions`, int64 (chunks,), says which of the keys asked for are written; `pages` is int64
-    (layers, chunks), each layer's pages neighbours in memory where the pool had room for that.
+    `positions`, int64 (chunks,), says which of the keys asked for are written; `parents` has the chunk before
+    each; `pages` is int64 (layers, chunks), each layer's pages neighbours in memory where the pool had room.
     """
 
     positions: Int64s
     keys: Sequence[ChunkKey]
+    parents: Sequence[ChunkKey | None]
     pages: Int64s
-    put: Callable[[Sequence[ChunkKey], Sequence[Chunk]], None]
+    put: Callable[[Sequence[ChunkKey], Sequence[Chunk], Sequence[ChunkKey | None]], None]
     unclaim: Callable[[Sequence[ChunkKey]], None]
     release: Callable[[Int64s], None]
+    let_go: Callable[[], None]
     _given_up: bool = False
 
     def commit(self) -> None:
         """Make the chunks visible; every page must hold its bytes by now, host-side."""
-        self.put(self.keys, [Chunk(pages) for pages in np.ascontiguousarray(self.pages.T)])
+        try:
+            self.put(self.keys, [Chunk(pages) for pages in np.ascontiguousarray(self.pages.T)], self.parents)
+        finally:
+            self.let_go()
 
     def give_up(self) -> None:
         """Let others write the same chunks from here on; `abort` is still to come. Takes no lock."""
@@ -42,5 +48,6 @@ class Write:
     def abort(self) -> None:
         """Give the pages back; no device may be writing to them any more."""
         self.release(self.pages.ravel())
+        self.let_go()
         if not self._given_up:
             self.give_up()

@@ -101,7 +101,7 @@ class Rig:
     def forget(self, *numbers: int) -> None:
         """Have the host tier evict these chunks."""
         for chunk_key in keys(*numbers):
-            self.host._chunks.move_to_end(chunk_key, last=False)
+            self.host._order.let_go_first(chunk_key)
         assert self.host.evict(len(numbers) * NUM_LAYERS)
 
     def lookup(self, *numbers: int) -> int:

@@ -202,8 +202,24 @@ def test_close_drops_all_but_the_pinned_and_keeps_nothing_new(host: HostTier, po
     assert (len(host), pool.references) == (0, 0)
 
 
+PARENTS = {0: None, 1: 0, 2: 1, 3: 2, 4: 1, 5: 4, 6: None, 7: 6}
+"""Three prompts, two of which begin alike, as a tree."""
+
+
+def prompt_up_to(number: int) -> list[int]:
+    parent = PARENTS[number]
+    return [*([] if parent is None else prompt_up_to(parent)), number]
+
+
+@st.composite
+def parts_of_prompts(draw: st.DrawFn) -> list[int]:
+    """Chunks of a prompt in a row."""
+    prompt = prompt_up_to(draw(st.sampled_from(list(PARENTS))))
+    return prompt[draw(st.integers(0, len(prompt) - 1)) :]
+
+
 class HostTierMachine(RuleBasedStateMachine):
-    """A host tier beside a list of [number, pins, shared], the next to go first."""
+    """A host tier beside a list of [number, pins, shared], those used longest ago first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,27 +232,39 @@ class HostTierMachine(RuleBasedStateMachine):
     def entry(self, number: int) -> list[int] | None:
         return next((entry for entry in self.model if entry[0] == number), None)
 
-    @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    def use(self, numbers: list[int]) -> None:
+        """Whoever uses chunks uses those before them, last to first; up to one that is missing."""
+        before = prompt_up_to(numbers[0])[:-1] if self.entry(numbers[0]) else []
+        while not all(map(self.entry, before)):
+            del before[0]
+        for number in reversed([*before, *numbers]):
+            if (entry := self.entry(number)) is not None:
+                self.model.remove(entry)
+                self.model.append(entry)
+
+    def is_orphan(self, number: int) -> bool:
+        return not all(map(self.entry, prompt_up_to(number)))
+
+    @rule(numbers=parts_of_prompts())
     def insert(self, numbers: list[int]) -> None:
         pages = self.pool.allocate(NUM_LAYERS * len(numbers))
         if pages is None:
             return
-        self.host.insert(keys(*numbers), [Chunk(row) for row in pages.reshape(-1, NUM_LAYERS)])
-        for number in reversed(numbers):
-            if self.entry(number) is None:
-                self.model.append([number, 0, 0])
+        parents = [None if (parent := PARENTS[n]) is None else key(parent) for n in numbers]
+        self.host.insert(keys(*numbers), [Chunk(row) for row in pages.reshape(-1, NUM_LAYERS)], parents)
+        self.model += [[number, 0, 0] for number in numbers if self.entry(number) is None]
+        self.use(numbers)
 
-    @rule(numbers=st.lists(st.integers(0, 5), unique=True, max_size=4))
+    @rule(numbers=parts_of_prompts())
     def pin(self, numbers: list[int]) -> None:
         found = self.host.pin(keys(*numbers))
         assert [chunk is not None for chunk in found] == [self.entry(n) is not None for n in numbers]
-        for number, chunk in zip(reversed(numbers), reversed(found), strict=True):
+        for number, chunk in zip(numbers, found, strict=True):
             entry = self.entry(number)
             if entry is not None and chunk is not None:
                 entry[1] += 1
-                self.model.remove(entry)
-                self.model.append(entry)
                 self.pinned.append((number, chunk))
+        self.use(numbers)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -268,16 +296,25 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 9))
     def evict(self, num_pages: int) -> None:
-        free = [entry for entry in self.model if entry[1:] == [0, 0]]
-        victims = free[: -(-num_pages // NUM_LAYERS)]
+        free = [entry[0] for entry in self.model if entry[1:] == [0, 0]]
+        orphans = [number for number in free if self.is_orphan(number)]
+        others = [number for number in free if number not in orphans]
         enough = len(free) * NUM_LAYERS >= num_pages
         assert self.host.evict(num_pages) is enough
-        if enough:
-            self.model = [entry for entry in self.model if entry not in victims]
+        if not enough:
+            return
+        gone = {entry[0] for entry in self.model} - set(here(self.host, *PARENTS))
+        wanted = -(-num_pages // NUM_LAYERS)
+        assert len(gone) == wanted
+        assert gone >= set(orphans) or gone <= set(orphans), "those that lack one before them go first"
+        assert gone - set(orphans) == set(others[: max(0, wanted - len(orphans))])
+        self.model = [entry for entry in self.model if entry[0] not in gone]
 
     @invariant()
     def what_is_there_is_what_the_model_says(self) -> None:
-        assert list(self.host._chunks) == keys(*(entry[0] for entry in self.model))
+        assert list(self.host._order._parents) == keys(*(entry[0] for entry in self.model))
+        assert set(self.host._order._orphans) == {key(n) for n, *_ in self.model if self.is_orphan(n)}
+        assert len(self.host) == len(self.host._order) == len(set(self.host._order))
         assert self.host.pins == len(self.pinned)
         assert self.pool.pages_in_use == len(self.model) * NUM_LAYERS
         assert self.pool.references == len(self.model) * NUM_LAYERS + len(self.shared)

@@ -1,0 +1,117 @@
+"""In which order chunks are to go, so that a prefix is evicted from its end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class PrefixOrder(Generic[Key]):
+    """Chunks in the order in which they are to go. Not thread-safe.
+
+    A chunk is of use only with all chunks before it. Those that lack one of them go first: they are orphans.
+    The others go by their last use, and whoever uses a chunk uses those before it: it goes before them.
+
+    A call takes time by the chunks that it is given and those before them. None looks at all chunks.
+    """
+
+    def __init__(self) -> None:
+        self._parents: OrderedDict[Key, Key | None] = OrderedDict()  # used longest ago first
+        self._children: dict[Key, set[Key]] = {}  # of chunks that are here or not
+        self._orphans: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._parents
+
+    def __iter__(self) -> Iterator[Key]:
+        """The next to go first. Nothing may be added, used or removed meanwhile."""
+        yield from self._orphans
+        yield from (key for key in self._parents if key not in self._orphans)
+
+    def add(self, key: Key, parent: Key | None) -> None:
+        """Have a chunk go last. `parent` is the one before it; None where there is none, or it is not known.
+
+        Of a chunk that is here already its parent is learnt, if it was not known.
+        """
+        is_new = key not in self._parents
+        if not is_new and (parent is None or self._parents[key] is not None):
+            return
+        self._parents[key] = parent
+        if parent is not None:
+            self._children.setdefault(parent, set()).add(key)
+        self._note_orphans(key)
+
+    def use(self, keys: Sequence[Key]) -> None:
+        """Note that chunks are used, each prompt's first to last, and all that come before them."""
+        for key in reversed(keys):
+            self._move_to_end(key)
+        given = set(keys)
+        for key in keys:
+            if self._parents.get(key) not in given:
+                for ancestor in self.before(key):
+                    self._move_to_end(ancestor)
+
+    def before(self, key: Key) -> Iterator[Key]:
+        """The chunks before one that is here, its parent first, up to one that is not here."""
+        seen = {key}
+        parent = self._parents.get(key)
+        while parent is not None and parent in self._parents and parent not in seen:
+            yield parent
+            seen.add(parent)
+            parent = self._parents[parent]
+
+    def remove(self, key: Key) -> None:
+        """Forget a chunk, if it is here; all that are behind it are orphans then."""
+        if key not in self._parents:
+            return
+        parent = self._parents.pop(key)
+        self._orphans.pop(key, None)
+        if parent is not None:
+            self._children[parent].discard(key)
+            if not self._children[parent]:
+                del self._children[parent]
+        self._orphan(self._behind(key))
+
+    def let_go_first(self, key: Key) -> None:
+        """Have a chunk that is here go before all others."""
+        self._orphans[key] = None
+        self._orphans.move_to_end(key, last=False)
+
+    def _move_to_end(self, key: Key) -> None:
+        for order in (self._parents, self._orphans):
+            if key in order:
+                order.move_to_end(key)
+
+    def _note_orphans(self, key: Key) -> None:
+        """Note whether a chunk lacks one before it, which is then so for all behind it."""
+        parent, group = self._parents[key], [key, *self._behind(key)]
+        if parent is not None and (parent not in self._parents or parent in self._orphans):
+            self._orphan(group)
+        else:
+            for chunk in group:
+                self._orphans.pop(chunk, None)
+
+    def _orphan(self, keys: Sequence[Key]) -> None:
+        # The deepest are the first to go: they are the last that would be of use again.
+        for key in reversed(keys):
+            self._orphans.setdefault(key, None)
+
+    def _behind(self, key: Key) -> list[Key]:
+        """All chunks that are here behind a chunk, those nearest to it first."""
+        found, seen = [key], {key}
+        for near in found:
+            new = [child for child in self._children.get(near, ()) if child not in seen]
+            found += new
+            seen.update(new)
+        return found[1:]
+
+
+def parents_of(keys: Sequence[Key]) -> list[Key | None]:
+    """The chunk before each of a prompt's chunks, the first of which has none."""
+    return [None, *keys[:-1]] if keys else []

@@ -1,0 +1,178 @@
+"""A prompt is evicted from its end, in every tier, however it was stored: what can be found is found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storage.rig import Rig, keys
+
+ROOM = 16
+PROMPT = list(range(1000, 1024))
+FOREIGN = 7
+
+Prompt = tuple[int, ...]
+
+
+@dataclass
+class Oracle:
+    """What a cache of the same room finds that never waits, and loses nothing that there is room for.
+
+    Of `room` chunks it keeps those used last; of one use those nearest to the beginning of the prompt.
+    """
+
+    room: int
+    last_use: dict[int, tuple[int, int]] = field(default_factory=dict)
+    now: int = 0
+
+    def find(self, prompt: Sequence[int]) -> int:
+        return next((i for i, chunk in enumerate(prompt) if chunk not in self.last_use), len(prompt))
+
+    def use(self, prompt: Sequence[int]) -> None:
+        self.now += 1
+        self.last_use |= {chunk: (self.now, -depth) for depth, chunk in enumerate(prompt)}
+        kept = sorted(self.last_use, key=lambda chunk: self.last_use[chunk], reverse=True)[: self.room]
+        self.last_use = {chunk: self.last_use[chunk] for chunk in kept}
+
+    def load(self, prompt: Sequence[int]) -> None:
+        self.use(prompt[: self.find(prompt)])
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens to one prompt: it is stored in steps of `step` chunks, or loaded where that is 0."""
+
+    prompt: Prompt
+    step: int
+
+
+def a_tree() -> list[Prompt]:
+    """Prompts that share beginnings of several lengths: numbers are chunks."""
+    system, talk = range(10, 14), range(20, 31)
+    return [
+        (*system, *talk),
+        (*system, *talk[:5], 40, 41, 42),
+        (*system, 50, 51, 52, 53, 54),
+        tuple(range(60, 80)),
+        (*range(60, 65), 81, 82),
+        (90,),
+    ]
+
+
+@st.composite
+def events(draw: st.DrawFn) -> Event:
+    prompt = draw(st.sampled_from(a_tree()))
+    length = draw(st.integers(1, len(prompt)))
+    return Event(prompt[:length], draw(st.integers(0, 9)))
+
+
+def store_in_steps(rig: Rig, prompt: Sequence[int], step: int) -> None:
+    """Store a prompt as it is computed, `step` chunks at a time."""
+    for end in range(step, len(prompt) + step, step):
+        write = rig.begin(*prompt[:end])
+        if write is not None:
+            write.commit()
+
+
+def happen(rig: Rig, event: Event) -> None:
+    if event.step:
+        store_in_steps(rig, event.prompt, event.step)
+        return
+    hold = rig.hold(*event.prompt)
+    rig.load(hold)
+    hold.release()
+
+
+@given(st.lists(events(), max_size=25), st.integers(1, 20))
+@settings(max_examples=150, deadline=None)
+def test_host_memory_finds_of_every_prompt_what_an_oracle_of_the_same_room_finds(
+    history: list[Event], room: int
+) -> None:
+    rig, oracle = Rig(room), Oracle(room)
+    for event in history:
+        happen(rig, event)
+        oracle.use(event.prompt) if event.step else oracle.load(event.prompt)
+        for prompt in a_tree():
+            assert rig.lookup(*prompt) >= oracle.find(prompt), (event, prompt)
+        assert not rig.host._order._orphans
+    rig.end()
+
+
+@pytest.mark.parametrize("step", [24, 12, 8, 5, 4, 2, 1])
+def test_of_a_prompt_larger_than_host_memory_as_much_is_found_as_fits_whatever_the_steps(step: int) -> None:
+    rig = Rig(ROOM)
+    store_in_steps(rig, PROMPT, step)
+    assert rig.lookup(*PROMPT) == ROOM
+    store_in_steps(rig, PROMPT, step)
+    assert rig.lookup(*PROMPT) == ROOM
+    rig.end()
+
+
+@pytest.mark.parametrize("step", [16, 5, 2, 1])
+def test_a_prompt_that_grew_loses_its_end_to_a_foreign_chunk(step: int) -> None:
+    rig = Rig(ROOM)
+    store_in_steps(rig, PROMPT[:ROOM], step)
+    rig.store(FOREIGN)
+    assert rig.lookup(*PROMPT[:ROOM]) == ROOM - 1
+    assert rig.lookup(FOREIGN) == 1
+    rig.end()
+
+
+def test_the_chunks_before_those_that_are_stored_stay_until_the_store_ends() -> None:
+    rig = Rig(8)
+    rig.store(1, 2, 3)
+    write = rig.begin(1, 2, 3, 4, 5)
+    assert write is not None
+    assert rig.host.pins == 3
+    other = rig.begin(*range(10, 18))
+    assert other is not None
+    assert len(other.keys) == 3, "what is free"
+    other.commit()
+    write.commit()
+    assert rig.host.pins == 0
+    assert rig.lookup(1, 2, 3, 4, 5) == 5
+    rig.end()
+
+
+def test_two_prompts_that_are_stored_at_once_keep_what_both_begin_with() -> None:
+    rig = Rig(8)
+    prompts = [[1, 2, 3, 4], [1, 2, 5, 6]]
+    parents = [None, *keys(1, 2, 3), None, *keys(1, 2, 5)]
+    write = rig.manager.begin_write(keys(1, 2, 3, 4, 1, 2, 5, 6), parents)
+    assert write is not None
+    assert write.positions.tolist() == [0, 1, 2, 3, 6, 7]
+    write.commit()
+    for number, left in ((20, (4, 4)), (21, (4, 4)), (22, (4, 3)), (23, (4, 2)), (24, (3, 2)), (25, (2, 2))):
+        rig.store(number)
+        assert tuple(rig.lookup(*prompt) for prompt in prompts) == left
+    rig.end()
+
+
+def test_a_chunk_whose_parent_went_is_the_next_to_go() -> None:
+    rig = Rig(8)
+    rig.store(1, 2, 3, 4)
+    rig.store(5, 6, 7, 8)
+    rig.forget(5)
+    assert rig.lookup(5, 6, 7, 8) == 0
+    for number in (11, 12, 13, 14):  # the first of them finds a free place
+        rig.store(number)
+        assert rig.lookup(1, 2, 3, 4) == 4
+    rig.store(15)
+    assert rig.lookup(1, 2, 3, 4) == 3
+    rig.end()
+
+
+def test_a_chunk_is_kept_in_its_turn_when_its_parent_is_stored_anew() -> None:
+    rig = Rig(6)
+    rig.store(5, 6, 7)
+    rig.forget(5)
+    rig.store(1, 2)
+    rig.store(5, 6, 7)
+    rig.store(8)
+    rig.store(9)
+    assert rig.lookup(1, 2) == 1
+    assert rig.lookup(5, 6, 7) == 3
+    rig.end()
