@@ -18,6 +18,7 @@ FOLDERS = "lwkv|platforms|tests|docs|ci|benchmarks|examples"
 GROUPS = {"lwkv.tiers", "lwkv.platforms"}
 """Groups of entry points, which look like modules."""
 HOMES = {
+    "LayerSteps": "lwkv.steps",
     "Lane": "lwkv.connectors.lane",
     "Platform": "lwkv.platforms",
     "Loader": "lwkv.connectors.loader",
