@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from lwkv.errors import ConfigError
 from lwkv.storage.disk.checksum import checksum
-from lwkv.storage.disk.format import ALIGNMENT, BadFileError, Header, header_size, unpack
+from lwkv.storage.disk.format import ALIGNMENT, BadFileError, Header, LayerEntry, header_size, unpack
+from lwkv.storage.disk.io import bytes_taken, open_to_read
 from lwkv.storage.disk.lock import is_owned, locked
 from lwkv.storage.disk.names import CHUNK_SUFFIX, Kind, kind_of
 
 LOCK_TIMEOUT_S = 10.0
+PIECE_BYTES = 1 << 24
 LEFTOVER = "left by a dead writer"
 OTHER_VERSION = "of another version"
 NOT_READABLE = "not readable"
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{str(args.folder)!r} is no folder: give the local_disk of a configuration")
     try:
         found = list(_look(args.folder, args.verify))
-        removed = _clean(args.folder, found) if args.clean else []
+        removed = _clean(args.folder, found, args.verify) if args.clean else []
     except OSError as error:
         raise ConfigError(f"{str(args.folder)!r} cannot be used: {error}") from error
     if args.json:
@@ -65,63 +69,116 @@ def run(args: argparse.Namespace) -> int:
 
 def _look(folder: Path, verify: bool) -> Iterator[FileFound]:
     for path in sorted(folder.iterdir()):
-        kind = kind_of(path.name)
-        if kind is None:
-            continue
-        try:
-            stat = path.lstat()
-            told = _kind_in_words(path, kind)
-            header = _read(path, verify) if kind is Kind.CHUNK else None
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        except PermissionError:
-            yield FileFound(path.name, NOT_READABLE, stat.st_size, stat.st_mtime)
-        except BadFileError as error:
-            if error.reason == "version":
-                yield FileFound(path.name, OTHER_VERSION, stat.st_size, stat.st_mtime)
-            else:
-                yield FileFound(path.name, told, stat.st_size, stat.st_mtime, fault=str(error))
-        else:
-            details = (header.page_format, len(header.layers), header.layers[0].length) if header else ()
-            yield FileFound(path.name, told, stat.st_size, stat.st_mtime, *details)
+        found = _look_at(path, verify)
+        if found is not None:
+            yield found
 
 
-def _kind_in_words(path: Path, kind: Kind) -> str:
-    return LEFTOVER if kind is Kind.DRAFT and not is_owned(str(path)) else kind.value
+def _look_at(path: Path, verify: bool) -> FileFound | None:
+    """What a file is; None for somebody else's, and for one that has gone."""
+    kind = kind_of(path.name)
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    if kind is None:
+        return None
+    found = FileFound(path.name, kind.value, bytes_taken(status), status.st_mtime)
+    if not stat.S_ISREG(status.st_mode):
+        return replace(found, fault=f"it is {_in_words(status.st_mode)} and no ordinary file")
+    found = _look_into(path, kind, found, verify)
+    # Beside a writer a file may go, and another one come, while it is looked at.
+    return found if _is_still(path, status) else _look_at(path, verify)
+
+
+def _in_words(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder (--clean removes it if it is empty)"
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _is_still(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), status)
+    except FileNotFoundError:
+        return False
+
+
+def _look_into(path: Path, kind: Kind, found: FileFound, verify: bool) -> FileFound:
+    if kind is Kind.PROBE or (kind is Kind.DRAFT and not is_owned(str(path))):
+        return replace(found, kind=LEFTOVER)
+    if kind is not Kind.CHUNK:
+        return found
+    try:
+        form = _read(path, verify).form
+    except FileNotFoundError:
+        return found
+    except PermissionError:
+        return replace(found, kind=NOT_READABLE)
+    except BadFileError as error:
+        if error.reason == "version":
+            return replace(found, kind=OTHER_VERSION)
+        return replace(found, fault=str(error))
+    except OSError as error:
+        return replace(found, fault=f"it cannot be read: {error.strerror}")
+    return replace(
+        found, page_format=form.page_format, num_layers=form.num_layers, page_bytes=form.page_bytes
+    )
 
 
 def _read(path: Path, verify: bool) -> Header:
-    """The header of a chunk's file. Raises BadFileError if anything is not as it says."""
-    if path.is_symlink() or not path.is_file():
-        raise BadFileError("foreign", "it is no ordinary file")
-    with path.open("rb") as file:
+    """The header of a chunk's file. Raises BadFileError if anything is not as it says; OSError."""
+    with os.fdopen(open_to_read(str(path), direct=False), "rb") as file:
         start = file.read(ALIGNMENT)
         header = unpack(start + file.read(header_size(start) - len(start)))
         if header.key + CHUNK_SUFFIX != path.name:
             raise BadFileError("foreign", f"it holds {header.key}")
         size = os.fstat(file.fileno()).st_size
-        if any(entry.offset + entry.length > size for entry in header.layers):
-            raise BadFileError("truncated", "it ends within its layers")
+        if size != header.form.file_bytes:
+            end = "ends within" if size < header.form.file_bytes else "goes on after"
+            raise BadFileError("truncated", f"it {end} its layers")
         for layer, entry in enumerate(header.layers if verify else ()):
-            file.seek(entry.offset)
-            if checksum(file.read(entry.length)) != entry.checksum:
+            if _checksum(file, entry) != entry.checksum:
                 raise BadFileError("corrupt", f"layer {layer} does not have the checksum it should")
     return header
 
 
-def _clean(folder: Path, found: list[FileFound]) -> list[str]:
-    useless = [file for file in found if file.fault or file.kind in (Kind.BAD.value, LEFTOVER)]
+def _checksum(file: BinaryIO, entry: LayerEntry) -> int:
+    file.seek(entry.offset)
+    left, sum_so_far = entry.length, 0
+    while left and (data := file.read(min(left, PIECE_BYTES))):
+        left, sum_so_far = left - len(data), checksum(data, sum_so_far)
+    return sum_so_far
+
+
+def _clean(folder: Path, found: list[FileFound], verify: bool) -> list[str]:
     removed = []
     with locked(str(folder), LOCK_TIMEOUT_S) as lock:
-        for file in useless:
-            try:
-                (folder / file.name).unlink()
-            except (FileNotFoundError, IsADirectoryError, PermissionError):
+        for path in [folder / file.name for file in found if _is_useless(file)]:
+            # Looked at anew, now that nobody adds files: another one may have the name by now.
+            file = _look_at(path, verify)
+            if file is None or not _is_useless(file) or not _remove(path):
                 continue
             removed.append(file.name)
             if lock.used >= 0:
                 lock.used -= file.num_bytes
     return removed
+
+
+def _is_useless(file: FileFound) -> bool:
+    return bool(file.fault) or file.kind in (Kind.BAD.value, LEFTOVER)
+
+
+def _remove(path: Path) -> bool:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _lines(found: list[FileFound], removed: list[str], verified: bool) -> Iterator[str]:

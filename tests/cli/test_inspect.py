@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from storage.rig import NUM_LAYERS, PAGE_BYTES, key, keys
 from storage.tier_calls import put, store
 
 from lwkv.cli.main import main
+from lwkv.storage.disk.io import open_to_read
+from lwkv.storage.disk.lock import locked
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_a_chunk_cut_off_or_foreign_is_a_fault_without_reading_all_of_it(
     assert [file["fault"] for file in found["files"] if file["fault"]] == [
         "it does not begin as a file of lwkv does",
         "it ends within its layers",
-        "it is no ordinary file",
+        "it is a link and no ordinary file",
         f"it holds {key(2).to_string()}",
     ]
 
@@ -131,15 +135,74 @@ def test_a_folder_that_is_not_there_is_told_in_one_line(capsys: pytest.CaptureFi
 def test_a_file_that_may_not_be_read_is_told_and_left(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path_open, refused = Path.open, f"{key(3).to_string()}.kv"
+    open_file, refused = open_to_read, f"{key(3).to_string()}.kv"
 
-    def refuse(path: Path, *arguments: Any) -> Any:
-        if path.name == refused:
-            raise PermissionError(13, "Permission denied", str(path))
-        return path_open(path, *arguments)
+    def refuse(path: str, direct: bool) -> int:
+        if path.endswith(refused):
+            raise PermissionError(13, "Permission denied", path)
+        return open_file(path, direct)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("lwkv.cli.inspect.open_to_read", refuse)
     code, found = inspect(capsys, folder, "--clean")
     assert code == 0
     assert [file["kind"] for file in found["files"] if file["name"] == refused] == ["not readable"]
     assert (folder / refused).exists()
+
+
+def evict(path: str, whole: bytes) -> None:
+    os.unlink(path)
+
+
+def evict_and_store_anew(path: str, whole: bytes) -> None:
+    other = Path(f"{path}.new")
+    other.write_bytes(whole)
+    other.rename(path)
+
+
+@pytest.mark.parametrize("meanwhile", [evict, evict_and_store_anew])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_file_that_a_writer_evicts_while_it_is_looked_at_is_no_fault(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[[str, bytes], None],
+    is_open: bool,
+) -> None:
+    moving, opened_files = folder / f"{key(1).to_string()}.kv", []
+    whole = moving.read_bytes()
+
+    def open_beside_a_writer(path: str, direct: bool) -> int:
+        is_first = path == str(moving) and path not in opened_files
+        opened_files.append(path)
+        if is_first and not is_open:
+            meanwhile(path, whole)
+        file = open_to_read(path, direct)
+        if is_first and is_open:
+            os.truncate(path, 5000)
+            meanwhile(path, whole)
+        return file
+
+    monkeypatch.setattr("lwkv.cli.inspect.open_to_read", open_beside_a_writer)
+    _, found = inspect(capsys, folder, "--verify")
+    faults = {file["name"]: file["fault"] for file in found["files"]}
+    assert faults.get(moving.name) is None
+    assert (moving.name in faults) == (meanwhile is evict_and_store_anew)
+
+
+def test_clean_looks_again_before_it_removes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad file may have been set aside and written anew, and a draft may have got its owner, meanwhile."""
+    spoilt = folder / f"{key(2).to_string()}.kv"
+    with opened(folder) as rig:
+        tier = rig.open()
+
+        def lock_after_a_writer(*arguments: Any) -> Any:
+            spoilt.unlink()
+            store(tier, key(2))
+            return locked(*arguments)
+
+        monkeypatch.setattr("lwkv.cli.inspect.locked", lock_after_a_writer)
+        _, found = inspect(capsys, folder, "--verify", "--clean")
+        assert spoilt.name not in found["removed"]
+        assert rig.is_whole(tier, key(2))

@@ -16,6 +16,7 @@ from storage.tier_calls import layer_keys, load
 from lwkv.keys import ChunkKey
 from lwkv.storage import Status
 from lwkv.storage.disk.format import FileForm, pack
+from lwkv.storage.disk.io import bytes_taken
 from lwkv.storage.disk.lock import used_in
 from lwkv.storage.disk.tier import DiskTier
 from lwkv.telemetry.counters import Counters
@@ -47,7 +48,7 @@ class DiskRig:
 
     def used(self) -> int:
         """What is taken by files; what is counted must be the same."""
-        used = sum((self.folder / name).lstat().st_size for name in self.names())
+        used = sum(bytes_taken((self.folder / name).lstat()) for name in self.names())
         assert used_in(str(self.folder)) == used
         return used
 

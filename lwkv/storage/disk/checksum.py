@@ -16,12 +16,12 @@ from typing import cast
 
 _FASTER = {"isal": "isal.isal_zlib", "zlib-ng": "zlib_ng.zlib_ng"}
 Data = memoryview | bytes | bytearray
-Checksum = Callable[[Data], int]
+Checksum = Callable[[Data, int], int]
 
 
-def checksum(data: Data) -> int:
-    """CRC-32 of `data`, as zlib.crc32 gives it."""
-    return _fastest()[1](data)
+def checksum(data: Data, before: int = 0) -> int:
+    """CRC-32 of `data`, as zlib.crc32 gives it; after bytes whose checksum is `before`."""
+    return _fastest()[1](data, before)
 
 
 def checksum_by() -> str:

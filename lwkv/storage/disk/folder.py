@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lwkv.storage.disk.header_cache import Version
-from lwkv.storage.disk.io import NO_SPACE, create
+from lwkv.storage.disk.io import NO_SPACE, bytes_taken, create
 from lwkv.storage.disk.lock import FolderLock, is_owned, locked, own, used_in
 from lwkv.storage.disk.lru import Uses
 from lwkv.storage.disk.names import BAD_SUFFIX, CHUNK_SUFFIX, Kind, draft_name, kind_of
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 NO_FILE = -1
 RESCAN_S = 30.0
 SET_ASIDE_S = 1.0
+_BEING_MADE = (Kind.DRAFT, Kind.PROBE)
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -163,7 +164,7 @@ class Folder:
     def set_aside(self, key: str, reason: str, text: str) -> None:
         """Give a chunk's file a name that nobody looks for; it is the next one to be removed."""
         path, bad = self.chunk_path(key), key + BAD_SUFFIX
-        if os.path.isdir(path) and not os.path.islink(path):
+        if _is_folder(path):
             bad += f"-{os.urandom(4).hex()}"  # somebody else's, which is not removed for another one
         self._counters.add(f"disk_{reason}")
         try:
@@ -176,13 +177,16 @@ class Folder:
 
     def _rename_to_bad(self, lock: FolderLock, path: str, bad: str) -> None:
         bad_path = os.path.join(self.path, bad)
+        # Where a folder has that name there is none for what is bad, and it goes at once.
+        goes = path if _is_folder(bad_path) else bad_path
         with suppress(FileNotFoundError):
-            former = os.stat(bad_path, follow_symlinks=False).st_size
-            os.unlink(bad_path)
-            lock.used -= former
-        os.rename(path, bad_path)
+            num_bytes = bytes_taken(os.stat(goes, follow_symlinks=False))
+            os.unlink(goes)
+            lock.used -= num_bytes
         self._uses.forget(os.path.basename(path))
-        self._uses.let_go_first(bad)
+        if goes == bad_path:
+            os.rename(path, bad_path)
+            self._uses.let_go_first(bad)
 
     def _new_draft(self, key: str, num_bytes: int) -> Draft:
         path = os.path.join(self.path, draft_name(key))
@@ -244,9 +248,9 @@ class Folder:
                 os.unlink(path)
             except (FileNotFoundError, IsADirectoryError, PermissionError):
                 continue
-            lock.used -= found.st_size
+            lock.used -= bytes_taken(found)
             self._counters.add("disk_evicted")
-            return max(1, found.st_size)
+            return max(1, bytes_taken(found))
         return 0
 
     def _scan(self, lock: FolderLock) -> None:
@@ -255,13 +259,15 @@ class Folder:
         found: dict[str, float] = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
-                kind = kind_of(entry.name)
-                if kind is None or (kind is Kind.DRAFT and self._remove_leftover(entry.path)):
+                # What is no ordinary file is nothing of lwkv's, whatever its name: `lwkv inspect` removes it.
+                kind = kind_of(entry.name) if entry.is_file(follow_symlinks=False) else None
+                if kind is None or (kind in _BEING_MADE and self._remove_leftover(entry.path)):
                     continue
                 with suppress(FileNotFoundError):
                     there = entry.stat(follow_symlinks=False)
-                    used += there.st_size
-                    if kind is not Kind.DRAFT:
+                    # Not all of a file that is being written need be on the disk yet.
+                    used += there.st_size if kind in _BEING_MADE else bytes_taken(there)
+                    if kind not in _BEING_MADE:
                         found[entry.name] = there.st_mtime if kind is Kind.CHUNK else 0.0
         lock.used = used
         self._uses.renew(found)
@@ -274,3 +280,7 @@ class Folder:
             os.unlink(path)
             self._counters.add("disk_leftovers")
         return True
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)

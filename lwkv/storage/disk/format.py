@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lwkv.storage.disk.checksum import checksum
+from lwkv.storage.disk.names import is_key
 
 ALIGNMENT = 4096
 VERSION = 1
@@ -52,6 +53,11 @@ class Header:
     key: str
     page_format: str
     layers: tuple[LayerEntry, ...]
+
+    @property
+    def form(self) -> FileForm:
+        """The form of the file that has this header."""
+        return FileForm(len(self.layers), self.layers[0].length, self.page_format)
 
 
 @dataclass(frozen=True)
@@ -122,10 +128,28 @@ def unpack(data: bytes) -> Header:
         raise BadFileError("corrupt", "its header does not have the checksum it should")
     if version != VERSION:
         raise BadFileError("version", f"it has format {version}, and this version of lwkv reads {VERSION}")
-    text = json.loads(data[_PREFIX.size :][:text_bytes])
-    start = _PREFIX.size + text_bytes
-    table = data[start : start + num_layers * _ENTRY.size]
-    return Header(text["key"], text["page_format"], tuple(map(LayerEntry._make, _ENTRY.iter_unpack(table))))
+    header = _parse(data[_PREFIX.size : header_bytes], text_bytes, num_layers)
+    if header is None or pack(header, header.form.header_bytes) != data[:header_bytes]:
+        raise BadFileError("corrupt", "its header does not say what the header of a chunk says")
+    return header
+
+
+def _parse(data: bytes, text_bytes: int, num_layers: int) -> Header | None:
+    """The header in `data`, which has the right checksum and may be anything; None for something else."""
+    table = data[text_bytes : text_bytes + num_layers * _ENTRY.size]
+    try:
+        text = json.loads(data[:text_bytes])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(text, dict) or len(table) != num_layers * _ENTRY.size or not num_layers:
+        return None
+    key, page_format = text.get("key"), text.get("page_format")
+    if not (isinstance(key, str) and is_key(key) and isinstance(page_format, str) and page_format.isascii()):
+        return None
+    layers = tuple(map(LayerEntry._make, _ENTRY.iter_unpack(table)))
+    header = Header(key, page_format, layers)
+    as_written = header.form.header(key, [each.checksum for each in layers])
+    return header if header == as_written and header.form.page_bytes else None
 
 
 def _text(key: str, page_format: str) -> bytes:

@@ -11,13 +11,16 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from lwkv.storage.disk.format import ALIGNMENT, BadFileError, align
+from lwkv.storage.disk.names import probe_name
 
 # A FIFO or a link that somebody put into the folder is not followed and not waited for.
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -28,6 +31,7 @@ _Buffer = mmap.mmap | memoryview
 _Call = Callable[[int, Sequence[_Buffer], int], int]
 log = logging.getLogger(__name__)
 OWNER_ONLY = 0o600
+_BLOCK_BYTES = 512
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,6 +41,11 @@ class _Vectors:
 
     views: list[memoryview]
     stand_ins: list[tuple[memoryview, memoryview]]
+
+
+def bytes_taken(found: os.stat_result) -> int:
+    """What a file takes on the disk: of a file with holes, what is there. 0 for what is no ordinary file."""
+    return min(found.st_size, found.st_blocks * _BLOCK_BYTES) if stat.S_ISREG(found.st_mode) else 0
 
 
 def open_to_read(path: str, direct: bool) -> int:
@@ -55,13 +64,15 @@ def reads_directly(folder: str) -> bool:
     Where it is full, what it takes is taken for granted: each file is tried again. Raises OSError where the
     folder cannot be written to.
     """
-    path = os.path.join(folder, f".lwkv-probe-{os.getpid()}-{os.urandom(4).hex()}")
+    path = os.path.join(folder, probe_name())
     try:
         file = create(path, direct=True)
     except OSError as error:
         if error.errno not in (errno.EINVAL, *NO_SPACE):
             raise
         return False
+    with suppress(FileNotFoundError):  # another process takes it for a leftover
+        os.unlink(path)  # now: a process that is killed here leaves nothing
     try:
         with mmap.mmap(-1, ALIGNMENT) as memory:
             return os.pwrite(file, memory, 0) == os.preadv(file, [memory], 0) == ALIGNMENT
@@ -71,7 +82,6 @@ def reads_directly(folder: str) -> bool:
         return error.errno != errno.EINVAL
     finally:
         os.close(file)
-        os.unlink(path)
 
 
 def read_pages(file: int, pages: Sequence[torch.Tensor], offset: int) -> None:

@@ -42,6 +42,10 @@ class DiskReader:
         self._judge(key, lambda: self._look_into(key, size))
         return False
 
+    def can_be_opened(self, key: str) -> bool:
+        """Whether this process may read a chunk's file."""
+        return self._judge(key, lambda: self._open(key)) is Status.OK
+
     def read(self, key: LayerKey, page: torch.Tensor) -> Status:
         """Fill a page with a layer. Raises OSError where it is not the file that is wrong."""
         text = key.chunk.to_string()
@@ -95,6 +99,10 @@ class DiskReader:
             return Status.OK
         finally:
             os.close(file)
+
+    def _open(self, key: str) -> Status:
+        os.close(open_to_read(self._folder.chunk_path(key), self._folder.direct))
+        return Status.OK
 
     def _look_into(self, key: str, size: int) -> Status:
         """Find out why a file has not the size that it would have in this form: always raises."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -87,9 +88,12 @@ class DiskTier:
         return [self._reader.read(key, page) for key, page in zip(keys, pages, strict=True)]
 
     def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> bool:
-        if not self._writer.is_writing(key) and (self._reader.is_there(key) or self._folder.has(key)):
-            return True
-        return self._writer.put(key, pages)
+        if self._writer.is_writing(key) or not self._folder.has(key):
+            return self._writer.put(key, pages)
+        # What has the name and can neither be used nor set aside stays there, and nothing is kept.
+        if self._reader.is_there(key):
+            return self._reader.can_be_opened(key)
+        return not self._folder.has(key) and self._writer.put(key, pages)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -126,6 +130,7 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
         "files": str(folder.num_files),
         "used": f"{folder.used_bytes / 2**30:.2f} of {config.max_local_disk_size:g} GiB",
         "free on its file system": f"{free.f_bavail * free.f_frsize / 2**30:.1f} GiB",
+        "access": _access(path),
         "reads and writes": _way(direct),
         "checksums by": checksum_by() + (": the package isal is faster" if checksum_by() == "zlib" else ""),
     }
@@ -137,6 +142,18 @@ def _path(url: str) -> str:
 
 def _way(direct: bool) -> str:
     return "direct (O_DIRECT)" if direct else "buffered: this file system refuses O_DIRECT"
+
+
+def _access(path: str) -> str:
+    """Who else than its owner may do what with the folder: the files in it are for their owners only."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    writers = [who for who, bit in (("its group", stat.S_IWGRP), ("everybody", stat.S_IWOTH)) if mode & bit]
+    if not writers:
+        return f"only its owner may write to it (mode {mode:04o})"
+    return (
+        f"{' and '.join(writers)} may write to it (mode {mode:04o}), and what they put there is trusted: "
+        "chmod 700, unless that is wanted"
+    )
 
 
 def _unusable(path: str, error: OSError) -> ConfigError:

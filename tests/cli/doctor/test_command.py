@@ -15,8 +15,10 @@ from lwkv.cli.doctor import command as doctor
 from lwkv.cli.doctor import device as doctor_device
 from lwkv.cli.doctor.link import measure_link
 from lwkv.cli.main import main
+from lwkv.config.settings import Config
 from lwkv.platforms import Features, Stream
 from lwkv.platforms.cpu import CPU
+from lwkv.storage.registry import examine_tier
 
 
 class Card(CPU):
@@ -195,6 +197,22 @@ def test_measuring_nothing_is_refused(nbytes: int, repeats: int) -> None:
 def use_disk(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("LWKV_LOCAL_DISK", str(folder))
     monkeypatch.setenv("LWKV_MAX_LOCAL_DISK_SIZE", "2")
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        (0o700, "only its owner may write to it (mode 0700)"),
+        (0o755, "only its owner may write to it (mode 0755)"),
+        (0o777, "its group and everybody may write to it (mode 0777), and what they put there is trusted"),
+        (0o1777, "its group and everybody may write to it (mode 1777)"),
+        (0o770, "its group may write to it (mode 0770)"),
+    ],
+)
+def test_it_is_told_who_may_write_to_the_folder(tmp_path: Path, mode: int, told: str) -> None:
+    tmp_path.chmod(mode)
+    found = examine_tier(f"file://{tmp_path}", Config(local_disk=str(tmp_path), max_local_disk_size=1))
+    assert found["access"].startswith(told)
 
 
 def test_the_tiers_that_the_settings_name_are_looked_at(

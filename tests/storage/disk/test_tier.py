@@ -225,7 +225,7 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(rig: DiskRig, ho
     tier = rig.open()
     assert load(tier, layer_keys(key(1), [1])) == [Status.MISS]
     assert tier.contains(keys(1), 1) == [False], "nobody promises it from now on"
-    store(tier, key(1))
+    assert put(tier, key(1), ALL_LAYERS) == [Status.ERROR] * NUM_LAYERS, "it is not kept"
     assert rig.path(key(1)).read_bytes() == theirs
     assert rig.counters.totals().keys() == {"disk_other_form"}
 
@@ -254,6 +254,31 @@ def test_a_file_that_may_not_be_read_is_a_miss_alone(rig: DiskRig, monkeypatch: 
     assert rig.counters.totals() == {"disk_unreadable": 1}
     assert tier.contains(keys(1, 2), 1) == [False, True]
     assert rig.is_whole(tier, key(2))
+
+
+def test_what_is_put_under_the_name_of_a_file_that_may_not_be_read_is_not_kept(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = rig.open()
+    store(tier, key(1))
+    with monkeypatch.context() as refused:
+        refused.setattr(reader, "open_to_read", _refuse)
+        assert put(tier, key(1), ALL_LAYERS) == [Status.ERROR] * NUM_LAYERS
+        assert tier.contains(keys(1), 1) == [False]
+
+
+def test_a_bad_file_for_which_there_is_no_other_name_is_removed(rig: DiskRig) -> None:
+    tier = rig.open()
+    store(tier, key(1))
+    (rig.folder / f"{key(1).to_string()}.bad").mkdir()
+    _text(rig.path(key(1)))
+    for _ in range(2):
+        assert load(tier, layer_keys(key(1), [1])) == [Status.MISS]
+    assert rig.counters.totals() == {"disk_foreign": 1}
+    assert not rig.path(key(1)).exists()
+    store(tier, key(1))
+    assert rig.is_whole(tier, key(1))
+    assert rig.used() == FORM.file_bytes
 
 
 def test_a_file_that_may_not_be_set_aside_is_promised_no_more(
