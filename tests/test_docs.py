@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import reduce
 from importlib import import_module
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from properties.test_ordering import WAITS
+
+from lwkv.config.settings import Config
+from lwkv.integrations.vllm.plugin import NAME as CONNECTOR
 
 TREE = Path(__file__).parent.parent
 ARCHITECTURE = (TREE / "docs" / "architecture.md").read_text()
@@ -75,6 +79,16 @@ def test_every_module_that_is_named_can_be_found(document: Path) -> None:
     code = re.findall(r"`(?![^`\n]*`\s*(?:->|→))([^`\n]+)`", document.read_text())
     named = {name for text in code for name in re.findall(r"(?<![\w./-])lwkv(?:\.[A-Za-z_]\w*)+", text)}
     assert [name for name in sorted(named - GROUPS) if not is_there(name)] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/vllm.md"])
+def test_the_command_for_vllm_names_the_connector_and_settings_that_there_are(document: str) -> None:
+    (config,) = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", (TREE / document).read_text(), re.DOTALL)
+    transfer = json.loads(config)
+    assert transfer.pop("kv_connector") == CONNECTOR
+    assert transfer.pop("kv_role") == "kv_both"
+    Config(**transfer.pop("kv_connector_extra_config"))
+    assert transfer == {}
 
 
 def test_the_readme_is_short() -> None:
