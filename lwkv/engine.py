@@ -277,7 +277,7 @@ class CacheEngine:
         """Wait for what is in flight and give everything back; idempotent.
 
         What takes over `timeout_s` is given back when it ends, which another call waits for; what generators
-        that are still open hold, when they end.
+        that are still open hold, when they end. A forked child waits for nothing: all of it is its parent's.
         """
         if not self._closed:
             self._completions.submit(self.connector.stop)
@@ -287,7 +287,7 @@ class CacheEngine:
         deadline = time.monotonic() + timeout_s
         idle = self._completions.wait_idle(timeout_s)
         if not idle:
-            log.warning("transfers were still in flight %.1f s after close", timeout_s)
+            self._log_not_idle(timeout_s)
         self._ended = self._storage.close(deadline - time.monotonic()) and idle
         self._pool.close()
         self._completions.close()
@@ -317,6 +317,12 @@ class CacheEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the cache engine is closed; make a new one")
+
+    def _log_not_idle(self, waited_s: float) -> None:
+        if self._completions.is_here():
+            log.warning("transfers were still in flight %.1f s after close", waited_s)
+        else:
+            log.info("an engine was closed in a forked child process: its transfers end in the parent")
 
     def _describe(self) -> str:
         mode = "layer by layer" if self.config.use_layerwise else "in bulk (use_layerwise is off)"

@@ -55,12 +55,16 @@ class CompletionThread:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until the jobs submitted so far have ended; False if that takes over `timeout_s` seconds."""
-        if self._process != os.getpid():
+        if not self.is_here():
             return self._jobs.empty()
         passed = threading.Event()
         self.submit(passed.set)
         # Whoever finds the thread at its end may have come too late to be passed.
         return self._ended.is_set() or passed.wait(waitable(timeout_s))
+
+    def is_here(self) -> bool:
+        """Whether this process has the thread; a forked child has not."""
+        return self._process == os.getpid()
 
     def close(self) -> None:
         """Let the thread end once nothing is queued or expected; never blocks."""
