@@ -18,6 +18,7 @@ from lwkv.config.settings import Config
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, as_salts, make_namespace
+from lwkv.layouts.registered_caches import device_of
 from lwkv.layouts.registration import Registration
 from lwkv.metadata import CacheMetadata
 from lwkv.pipeline.context import BatchContext
@@ -25,7 +26,7 @@ from lwkv.pipeline.generators import retrieve_steps, store_steps
 from lwkv.pipeline.prompt_keys import PromptKeys
 from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.pipeline.store import BatchStoring
-from lwkv.platforms import Platform
+from lwkv.platforms import Platform, detect_platform
 from lwkv.pool.host_pool import HostPool
 from lwkv.request import Request, check_loads, check_stores
 from lwkv.storage import StorageManager, Tier, TierSetup
@@ -129,7 +130,12 @@ class CacheEngine:
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
     ) -> CacheEngine:
-        """Make the connector for `kvcaches` and the engine on it; arguments as CreateGPUConnector's."""
+        """Make the connector for `kvcaches` and the engine on it; arguments as CreateGPUConnector's.
+
+        Without `platform` and LWKV_PLATFORM, the platform is that of the caches' device.
+        """
+        if isinstance(platform, str | None):
+            platform = detect_platform(platform, device_of(kvcaches))
         connector = CreateGPUConnector(config, metadata, engine, layout_hints, platform)
         connector.register(kvcaches)
         return cls(config, metadata, connector, tiers, timeline)

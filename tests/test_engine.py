@@ -991,14 +991,23 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
 
 
 def test_caches_of_another_device_type_are_refused(oracle: Oracle) -> None:
+    name = oracle.platform.name
+
     class Elsewhere:
         """A platform of another device type."""
 
         name = device_type = "elsewhere"
         features = oracle.platform.features
 
-    with pytest.raises(LayoutError, match="the platform is 'elsewhere'"):
+    with pytest.raises(LayoutError, match=rf"the platform is 'elsewhere': name the platform '{name}'"):
         create(oracle, Config(), platform=Elsewhere())
+
+
+def test_caches_on_a_device_that_no_platform_serves_are_refused_by_its_name() -> None:
+    caches = {f"layer_{i}": torch.empty(2, 16, 4, 2, 3, device="meta") for i in range(LAYERS)}
+    metadata = CacheMetadata("toy", LAYERS, 2, 3, torch.float32)
+    with pytest.raises(ValueError, match="no platform for device 'meta'; known platforms: musa, xpu, cuda,"):
+        CacheEngine.create(Config(), metadata, caches, layout_hints={"block_size": 4})
 
 
 def test_metadata_with_other_heads_than_the_caches_is_refused(oracle: Oracle) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from lwkv.config.settings import Config
 from lwkv.errors import LayoutError
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.layouts.registration import Registration, number_layers, place
-from lwkv.platforms import Platform
+from lwkv.platforms import Platform, platform_for
 
 Describe: TypeAlias = "Callable[[Registration], Sequence[PagedLayer]]"
 
@@ -54,7 +55,8 @@ class Caches:
 
         Raises:
             LayoutError: as `describe`; other memory than before, or the same seen in another way;
-                tensors of another device type.
+                tensors of another device type than the platform's.
+            PlatformError (a ValueError): tensors of a device type that no platform serves.
             ConfigError: opaque blocks that do not divide a chunk.
         """
         tensors = _tensors(kvcaches)
@@ -64,7 +66,7 @@ class Caches:
         if layers[0].device.type != self.platform.device_type:
             raise LayoutError(
                 f"layer {layers[0].name!r} is on {layers[0].device}, the platform is {self.platform.name!r}: "
-                "leave the platform to be detected, or name the one that the caches are on"
+                f"name the platform {platform_for(layers[0].device).name!r}, or move the caches"
             )
         if not self.layers:
             self._check_layers(layers)
@@ -80,6 +82,11 @@ class Caches:
 
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
         """For connectors that cannot move any layer: raise LayoutError."""
+
+
+def device_of(kvcaches: Registration) -> torch.device | None:
+    """Where the first tensor of what is to be registered is; None if there is none."""
+    return next((t.device for t in _tensors(kvcaches) if isinstance(t, Tensor)), None)
 
 
 def _page_kind(layer: PagedLayer) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -55,9 +56,14 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [])
 
 
-def install(monkeypatch: pytest.MonkeyPatch, entries: Iterable[tuple[str, str]]) -> None:
+def install(
+    monkeypatch: pytest.MonkeyPatch, entries: Iterable[tuple[str, str]], package: str | None = None
+) -> None:
     """Let the entry points of installed packages be these (name, value) pairs."""
     found = [EntryPoint(name, value, registry.GROUP) for name, value in entries]
+    if package is not None:
+        for entry in found:
+            vars(entry).update(dist=SimpleNamespace(name=package))
     monkeypatch.setattr(registry, "entry_points", lambda group: found if group == registry.GROUP else [])
 
 
@@ -201,10 +207,11 @@ def test_a_device_gets_the_platform_of_its_type(monkeypatch: pytest.MonkeyPatch)
     assert platform_for(torch.zeros(1).device).name == "cpu"
     with pytest.raises(RuntimeError, match="'cuda' is not available"):
         platform_for("cuda:0")
-    with pytest.raises(
-        ValueError, match="no platform for device 'meta'; known platforms: musa, xpu, cuda, cpu"
-    ):
-        platform_for("meta")
+    for device in ("meta", "mps:0"):
+        with pytest.raises(
+            ValueError, match=f"no platform for device '{device}'; known platforms: musa, xpu, cuda, cpu"
+        ):
+            platform_for(device)
 
 
 def test_platforms_of_other_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +248,124 @@ def test_one_package_found_twice_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("value", ["lwkv_no_such_package:P", "sys:NoSuchPlatform"])
 def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     install(monkeypatch, [("third", value)])
-    with pytest.raises(RuntimeError, match=f"'third' cannot be loaded from {value}: .*LWKV_PLATFORM"):
+    with pytest.raises(RuntimeError, match=f"'third' cannot be used: {value} raised .*LWKV_PLATFORM"):
         open_platform("third")
+
+
+class Lawless(CPU):
+    """Someone else's platform, broken in the way its class says."""
+
+    def is_available(self) -> bool:
+        raise KeyError("driver version")
+
+    @staticmethod
+    def needs_arguments(driver: str) -> CPU:
+        raise AssertionError(driver)
+
+    @staticmethod
+    def makes_something_else() -> object:
+        return object()
+
+    @staticmethod
+    def fails() -> CPU:
+        raise ZeroDivisionError("no devices to divide memory by")
+
+
+BROKEN = {
+    "lwkv_no_such_package:P": "ModuleNotFoundError: No module named 'lwkv_no_such_package'",
+    "someone:P.no_such_attribute": "AttributeError",
+    "someone": "TypeError",
+    "someone:P": "KeyError: 'driver version'",
+    "someone:P.needs_arguments": "TypeError: .*missing 1 required positional argument",
+    "someone:P.makes_something_else": "TypeError: it made <object.*>, which is no platform: it lacks name, ",
+    "someone:P.fails": "ZeroDivisionError: no devices",
+}
+
+
+@pytest.mark.parametrize("value", BROKEN)
+def test_a_broken_package_is_named_and_passed_over_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str
+) -> None:
+    install(monkeypatch, [("third", value)], package="lwkv-third")
+    monkeypatch.setitem(sys.modules, "someone", SimpleNamespace(P=Lawless))
+    text = f"platform 'third' cannot be used: {value} of package 'lwkv-third' raised {BROKEN[value]}"
+    assert detect_platform().name == "cpu"
+    assert re.search(f"passed over: {text}", caplog.text)
+    with pytest.raises(PlatformMissingError, match=text):
+        open_platform("third")
+    with pytest.raises(PlatformError, match="no platform for device 'meta'"):
+        platform_for("meta")
+    assert "cpu" in platforms_with("blending")
+
+
+def test_a_broken_package_is_not_asked_where_another_platform_is_named_or_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, [("third", "lwkv_no_such_package:P")])
+    monkeypatch.setattr(torch, "xpu", module())
+    assert detect_platform().name == "xpu"
+    assert detect_platform("cpu").name == platform_for("cpu").name == "cpu"
+    assert caplog.text == ""
+
+
+def test_ctrl_c_in_a_package_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> CPU:
+        raise KeyboardInterrupt
+
+    install(monkeypatch, [("third", "someone:make")])
+    monkeypatch.setitem(sys.modules, "someone", SimpleNamespace(make=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        detect_platform()
+
+
+def test_an_entry_point_may_name_an_attribute_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, [("third", "someone:Factory.make")])
+    monkeypatch.setitem(sys.modules, "someone", SimpleNamespace(Factory=SimpleNamespace(make=Third)))
+    assert isinstance(open_platform("third"), Third)
+    assert isinstance(detect_platform(), Third)
+
+
+def test_the_device_of_the_caches_comes_before_what_else_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "xpu", module())
+    assert detect_platform(device="cpu").name == "cpu"
+    assert detect_platform(device=torch.device("xpu", 1)).name == "xpu"
+    assert detect_platform("xpu", device="cpu").name == "xpu"
+    monkeypatch.setenv("LWKV_PLATFORM", "xpu")
+    assert detect_platform(device="cpu").name == "xpu"
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch for ROCm, and a device."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch, "cuda", module())
+
+
+ROCM_ERROR = r"ROCm.*, which lwkv does not support: .*never tried.*docs/platforms\.md"
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "HIP"])
+def test_rocm_by_name_is_refused_with_the_reason(rocm: None, name: str) -> None:
+    with pytest.raises(PlatformError, match=rf"got platform '{name}' \(argument\).*does not support: lwkv"):
+        detect_platform(name)
+
+
+def test_rocm_is_refused_where_it_is_found(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=ROCM_ERROR + ".*LWKV_PLATFORM=cpu"):
+        detect_platform()
+    with pytest.raises(ValueError, match=ROCM_ERROR):
+        platform_for("cuda:0")
+    assert platform_for("cpu").name == "cpu"
+    monkeypatch.setenv("LWKV_PLATFORM", "cpu")
+    assert detect_platform().name == "cpu"
+
+
+def test_a_build_for_rocm_without_a_device_is_no_reason_to_stop(
+    rocm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "cuda", module(there=False))
+    assert detect_platform().name == "cpu"
 
 
 def test_blending_is_offered_where_it_has_been_shown() -> None:
