@@ -86,8 +86,8 @@ class BatchRetrieval:
         if any(moved):
             transfers = [part.transfer for part in self._parts]
             self._load = self._try(self._begin_load, transfers, self._tier_pages.known)
-        asked = sum(len(request.ids) - request.first for request in self._requests)
-        self._engine.counters.add("tokens_asked", asked)
+        asked = [request.slots[request.first :] != NO_SLOT for request in self._requests]
+        self._engine.counters.add("tokens_asked", sum(int(tokens.sum()) for tokens in asked))
         return moved
 
     def queue(self, layer: int) -> None:

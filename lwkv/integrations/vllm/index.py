@@ -31,16 +31,19 @@ class Rank:
     kept: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
 
-    def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks it can load, out of any tier: no more than its host memory has room for."""
-        # All chunks of a load are in host memory at its end. What is behind them is not asked for.
-        keys = keys[: self.info.most_chunks]
+    def found(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether each chunk is in one of its tiers, and may be loaded."""
         there = [key.hash in self.kept for key in keys]
         if self.below is not None and not all(there):
             asked = [i for i, key in enumerate(keys) if not there[i] and key.hash not in self.failed]
             for i, found in zip(asked, self.below.contains([keys[i] for i in asked]), strict=True):
                 there[i] = found
-        return there.index(False) if False in there else len(there)
+        return there
+
+
+def leading(found: Sequence[bool], first: int = 0) -> int:
+    """How many chunks from `first` on are there without a gap."""
+    return next((i for i in range(first, len(found)) if not found[i]), max(first, len(found))) - first
 
 
 class ChunkIndex:
@@ -77,6 +80,11 @@ class ChunkIndex:
     def tokens_per_row(self) -> int:
         """Tokens that some rank can only move together."""
         return max((rank.info.tokens_per_row for rank in self._ranks.values()), default=1)
+
+    @property
+    def most_chunks(self) -> int:
+        """Chunks that one request can load: all of them are in host memory at the end of the load."""
+        return min((rank.info.most_chunks for rank in self._ranks.values()), default=0)
 
     def __len__(self) -> int:
         """Chunks that may be in every rank's host memory: as many as in that of the rank with the fewest."""
@@ -119,9 +127,13 @@ class ChunkIndex:
         """Whether a chunk is in every rank's host memory."""
         return bool(keys) and all(own[chunk].hash in rank.kept for rank, own in self._each(keys))
 
+    def found(self, keys: RankKeys) -> list[bool]:
+        """Whether every rank has each chunk in one of its tiers; empty before all ranks are known."""
+        return [all(there) for there in zip(*(rank.found(own) for rank, own in self._each(keys)), strict=True)]
+
     def prefix(self, keys: RankKeys) -> int:
         """How many leading chunks every rank can load, out of any tier."""
-        return min((rank.prefix(own) for rank, own in self._each(keys)), default=0)
+        return min(leading(self.found(keys)), self.most_chunks)
 
     def close(self) -> None:
         """Close the lower tiers."""

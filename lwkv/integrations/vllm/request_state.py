@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lwkv.integrations.vllm.index import ChunkIndex, RankKeys
+from lwkv.integrations.vllm.index import ChunkIndex, RankKeys, leading
 from lwkv.integrations.vllm.orders import Move, packed
 from lwkv.integrations.vllm.prompt import salts_of, token_ids
 from lwkv.platforms.protocol import Int64s
@@ -34,7 +34,7 @@ class RequestState:
         request: vLLM's own, which grows as tokens are generated.
         blocks: vLLM's blocks of it, as of the last step that it was in.
         to_load: tokens that its next step loads.
-        cared_for: leading chunks that are cached or were ordered to be stored.
+        cared_for: leading tokens whose chunks are cached or were ordered to be stored.
         sound: leading tokens of which no rank can have computed garbage.
         spoiled_from: tokens from here are garbage, or were computed on some; None for no such.
         tested_after: additions to the stale blocks when this request was compared with them last.
@@ -51,7 +51,8 @@ class RequestState:
     tested_after: int = 0
     _ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     _keys: RankKeys = field(default_factory=list)
-    _found: int = 0
+    _computed: int = 0
+    _found: Sequence[bool] = ()
     _found_for: tuple[int, int] | None = None
     _found_at: float = 0.0
 
@@ -66,12 +67,24 @@ class RequestState:
             self._keys = index.keys(self._ids[: self.chunking.covered(num_tokens)], self.salts)
         return self._keys
 
-    def hit(self, index: ChunkIndex, block_size: int) -> int:
-        """Leading tokens that can be loaded: whole blocks, and never all tokens: one must be computed."""
-        num_tokens = int(self.request.num_tokens)
-        cached = self._prefix(index, num_tokens) * self.chunking.chunk_size
+    def hit(self, index: ChunkIndex, block_size: int, num_local: int) -> int:
+        """Tokens behind the first `num_local`, which vLLM has itself, that can be loaded.
+
+        Whole blocks, and never up to the last token: one must be computed.
+        """
+        num_tokens, size = int(self.request.num_tokens), self.chunking.chunk_size
+        self._look_up(index, num_tokens)
+        # Chunks in front are not loaded, and need not be there.
+        first = num_local // size
+        cached = (first + min(leading(self._found, first), index.most_chunks)) * size
         usable = min(cached, self.chunking.covered(num_tokens), num_tokens - 1)
-        return usable - usable % block_size
+        return max(0, usable - usable % block_size - num_local)
+
+    def begin(self, blocks: Sequence[int], num_loaded: int) -> None:
+        """Begin to run in `blocks`, of which the next step loads `num_loaded` tokens."""
+        self.blocks, self.to_load = list(blocks), num_loaded
+        # What was ordered in an earlier run may be gone; what is cached now was looked up for this one.
+        self.cared_for = self._computed = 0
 
     def load(self, computed: int) -> Span:
         """What a step has to load, that begins with `computed` tokens in place, the loaded ones included."""
@@ -80,8 +93,8 @@ class RequestState:
         whole = computed + -computed % self.chunking.chunk_size
         return Span(first, computed, min(whole, self.chunking.covered(int(self.request.num_tokens))))
 
-    def store(self, index: ChunkIndex, computed: int, in_place: int) -> Span | None:
-        """The chunks that are whole with `in_place` tokens and not cached; None if there are none.
+    def store(self, index: ChunkIndex, computed: int, in_place: int) -> list[Span]:
+        """The chunks that are whole with `in_place` tokens and in no tier, each run of neighbours a span.
 
         Args:
             computed: tokens that were in place before the step. Where they are fewer than at the last step,
@@ -91,21 +104,22 @@ class RequestState:
         if in_place < self.request.num_prompt_tokens:
             in_place -= in_place % size
         end = self.chunking.covered(in_place)
-        whole = -(-end // size)
-        begin = min(self.cared_for, computed // size)
-        self.cared_for = max(begin, whole)
-        if whole <= begin:
-            return None
+        if computed < max(self._computed, self.cared_for):
+            self._set_back(computed)
+        self._computed = computed
+        begin, self.cared_for = self.cared_for, max(end, self.cared_for)
+        if end <= begin:
+            return []
         keys = self.keys(index, end)
-        missing = [chunk for chunk in range(begin, whole) if not index.has(keys, chunk)]
-        if not missing:
-            return None
-        end = min(end, size * (missing[-1] + 1))
-        return Span(missing[0] * size, end, end)
+        chunks = range(begin // size, -(-end // size))
+        missing = [chunk for chunk in chunks if not (self._is_found(chunk) or index.has(keys, chunk))]
+        firsts = [chunk for chunk in missing if chunk - 1 not in missing]
+        ends = [min(end, size * (chunk + 1)) for chunk in missing if chunk + 1 not in missing]
+        return [Span(size * first, last, last) for first, last in zip(firsts, ends, strict=True)]
 
     def is_settled(self, computed: int, in_place: int) -> bool:
         """Whether a step from `computed` to `in_place` tokens has nothing to load or to store anew."""
-        done = min(self.cared_for, -(-computed // self.chunking.chunk_size)) * self.chunking.chunk_size
+        done = min(self.cared_for, computed)
         return not self.to_load and self.spoiled_from is None and done >= self.chunking.covered(in_place)
 
     def move(self, index: ChunkIndex, span: Span, blocks: Sequence[int]) -> Move:
@@ -115,13 +129,21 @@ class RequestState:
         ids = self._ids[: span.num_tokens]
         return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end, keys)
 
-    def _prefix(self, index: ChunkIndex, num_tokens: int) -> int:
-        """Leading chunks that can be loaded. While a request waits, vLLM asks every step."""
+    def _look_up(self, index: ChunkIndex, num_tokens: int) -> None:
+        """Find out which chunks are cached. While a request waits, vLLM asks every step."""
         now, asked = index.clock(), (num_tokens, index.changes)
         if asked != self._found_for or now - self._found_at >= ASK_AGAIN_S:
-            self._found = index.prefix(self.keys(index, num_tokens))
+            self._found = index.found(self.keys(index, num_tokens))
             self._found_for, self._found_at = asked, now
-        return self._found
+
+    def _is_found(self, chunk: int) -> bool:
+        """Whether a chunk was cached, in any tier, when the request began to run."""
+        return chunk < len(self._found) and self._found[chunk]
+
+    def _set_back(self, computed: int) -> None:
+        """Compute again from `computed` on: what was found from there on could not be loaded."""
+        chunk = computed // self.chunking.chunk_size
+        self.cared_for, self._found = chunk * self.chunking.chunk_size, self._found[:chunk]
 
     def _lacks(self, num_tokens: int) -> bool:
         """Whether there are no keys for `num_tokens` tokens yet; the key of a rest is for just its tokens."""

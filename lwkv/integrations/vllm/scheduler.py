@@ -73,15 +73,16 @@ class SchedulerSide:
 
     def num_new_matched_tokens(self, request: Any, num_local: int) -> int:
         """Tokens beyond the first `num_local` that can be loaded; asked any number of times."""
-        if not (self._role.loads and is_cacheable(request) and wants_hits(request)):
+        if not is_cacheable(request):
             return 0
-        return max(0, self._follow(request).hit(self.index, self._block_size) - num_local)
+        # Looked up where nothing is loaded, too: what some tier has need not be stored again.
+        hit = self._follow(request).hit(self.index, self._block_size, num_local)
+        return hit if self._role.loads and wants_hits(request) else 0
 
     def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
         """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it."""
         if is_cacheable(request):
-            tracked = self._follow(request)
-            tracked.blocks, tracked.to_load = list(blocks), num_loaded
+            self._follow(request).begin(blocks, num_loaded)
 
     def orders(self, output: Any) -> StepOrders:
         """What the step of vLLM's scheduler output is to load and to store."""
@@ -193,8 +194,7 @@ class SchedulerSide:
 
     def _stores(self, scheduled: Sequence[ScheduledRequest]) -> list[Move]:
         before = [(item.tracked, item.tracked.cared_for) for item in scheduled]
-        spans = [(item, self._to_store(item)) for item in scheduled]
-        stores = [self._move(item, span) for item, span in spans if span is not None]
+        stores = [self._move(item, span) for item in scheduled for span in self._to_store(item)]
         if stores:
             self._cared_for[self._step] = before
         return stores
@@ -207,7 +207,7 @@ class SchedulerSide:
             self._chronicle.expect(move, keys, None if lora is None else str(lora.lora_name))
         return move
 
-    def _to_store(self, item: ScheduledRequest) -> Span | None:
+    def _to_store(self, item: ScheduledRequest) -> list[Span]:
         tracked = item.tracked
         if self._num_ranks > 1 and self._last_load > self._acknowledged:
             tracked.sound = min(tracked.sound, item.computed)

@@ -79,9 +79,9 @@ class WorkerSide:
         for move in (*orders.loads, *orders.stores):
             self._take_over_keys(move)
         # Without any, too: what a step has begun that never ended is given up.
-        self._loads = self._requests(orders.loads)
+        self._loads = [self._load_request(move) for move in orders.loads]
         self._announce(self._load_steps, self._loads, ())
-        self._announce(self._store_steps, (), self._requests(orders.stores))
+        self._announce(self._store_steps, (), [self._store_request(move) for move in orders.stores])
 
     def look_up(self) -> None:
         """Let the first layers of all loads set out; vLLM may still clear the blocks that they go to."""
@@ -152,8 +152,14 @@ class WorkerSide:
         """Give everything back."""
         self.engine.close()
 
-    def _requests(self, moves: Sequence[Move]) -> list[Request]:
-        return [Request(move.tokens, move.slots(self._block_size), salts=move.salts) for move in moves]
+    def _load_request(self, move: Move) -> Request:
+        """Chunks wholly in front of the first token that is loaded are not asked for, nor held."""
+        slots = move.slots(self._block_size)
+        is_behind = np.logical_or.accumulate(slots != NO_SLOT)
+        return Request(move.tokens, slots, is_behind, move.salts)
+
+    def _store_request(self, move: Move) -> Request:
+        return Request(move.tokens, move.slots(self._block_size), salts=move.salts)
 
     def _announce(self, steps: LayerSteps, loads: Sequence[Request], stores: Sequence[Request]) -> None:
         try:

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,11 +20,14 @@ from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.orders import StepOrders
-from lwkv.integrations.vllm.reports import StepReports
+from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
+from lwkv.integrations.vllm.tier_lookup import LowerTier, LowerTiers
 from lwkv.integrations.vllm.worker import WorkerSide
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms.cpu import CPU
+from lwkv.storage import Tier
+from lwkv.telemetry.counters import Counters
 
 LAYERS = 3
 BLOCK = 4
@@ -50,6 +54,11 @@ def expected(tokens: Sequence[int], num_ranks: int) -> int:
             totals = [mix(total, value) for total, value in zip(totals, row, strict=True)]
             below.append(mix(*totals))
     return below[-1] % VOCABULARY
+
+
+def _lookups(tiers: Sequence[Tier], _: RankInfo) -> LowerTiers:
+    """The tiers as the scheduler sees them."""
+    return LowerTiers([LowerTier(tier, Counters()) for tier in tiers])
 
 
 @dataclass(eq=False)
@@ -125,7 +134,13 @@ class RankOfModel:
     """One rank's caches, and the worker's half that moves them."""
 
     def __init__(
-        self, rank: int, num_ranks: int, num_blocks: int, host_chunks: int, settings: dict[str, Any]
+        self,
+        rank: int,
+        num_ranks: int,
+        num_blocks: int,
+        host_chunks: int,
+        settings: dict[str, Any],
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.rank = rank
         self.caches = {f"layers.{i}": torch.zeros(num_blocks, 1, BLOCK, 2) for i in range(LAYERS)}
@@ -135,12 +150,11 @@ class RankOfModel:
         # A slab's pages are aligned, so memory is counted in the system's pages.
         config = Config(
             chunk_size=CHUNK,
-            use_layerwise=True,
             max_local_cpu_size=host_chunks * LAYERS * max(page, 4096) / 2**30,
-            **settings,
+            **{"use_layerwise": True} | settings,
         )
         self.engine = CacheEngine.create(
-            config, metadata, self.caches, layout_hints={"block_size": BLOCK}, platform=CPU()
+            config, metadata, self.caches, layout_hints={"block_size": BLOCK}, platform=CPU(), tiers=tiers
         )
         self.worker = WorkerSide(self.engine, rank, BLOCK)
         self.fails_at: int | None = None
@@ -182,6 +196,7 @@ class Scripted:
         ahead: schedules a step before it knows what came of the one before, as vLLM does on accelerators.
         shares_failures: has only the first of the requests that share a block compute it again after its load
             has failed, as vLLM does, though the others may then run on garbage. Answers can be wrong.
+        lower: tiers below host memory, which all ranks share.
     """
 
     def __init__(
@@ -195,14 +210,19 @@ class Scripted:
         own_cache: bool = True,
         ahead: bool = False,
         shares_failures: bool = False,
+        lower: Sequence[Tier] = (),
+        role: Role = Role(True, True),
         **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.num_ranks = num_ranks
-        self.ranks = [RankOfModel(r, num_ranks, num_blocks, host_chunks, settings) for r in range(num_ranks)]
+        self.ranks = [
+            RankOfModel(rank, num_ranks, num_blocks, host_chunks, settings, lower)
+            for rank in range(num_ranks)
+        ]
         config = self.ranks[0].engine.config
-        index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk)
-        self.scheduler = SchedulerSide(config, Role(True, True), index, BLOCK, num_ranks)
+        index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, partial(_lookups, lower))
+        self.scheduler = SchedulerSide(config, role, index, BLOCK, num_ranks)
         for rank in self.ranks:
             index.introduce(rank.worker.info)
         self.blocks = Blocks(num_blocks)

@@ -112,7 +112,7 @@ def test_no_more_is_promised_than_the_smallest_host_memory_of_a_rank_has_room_fo
     for rank, room in enumerate([5, 3]):
         index.introduce(RankInfo(rank, names[rank], most_chunks=room))
     assert index.prefix(index.keys(TOKENS, ())) == 3
-    assert [len(shelf.asked) for shelf in shelves] == [5, 3]
+    assert index.found(index.keys(TOKENS, ())) == [True] * 8, "what is there is not stored again"
 
 
 def test_lower_tiers_are_opened_once_a_rank() -> None:
@@ -144,18 +144,18 @@ def test_lower_tiers_are_asked_again_for_a_waiting_request_after_news_or_a_while
     request: Any = SimpleNamespace(all_token_ids=TOKENS.tolist(), num_tokens=len(TOKENS))
     tracked = RequestState.follow(request, Chunking(CHUNK, False, 1), "")
     for _ in range(3):
-        assert tracked.hit(index, CHUNK) == 2 * CHUNK
+        assert tracked.hit(index, CHUNK, 0) == 2 * CHUNK
     assert len(shelf.asked) == 8
     index.learn(RankReport(info(0), 1))  # no news
-    assert tracked.hit(index, CHUNK) == 2 * CHUNK
+    assert tracked.hit(index, CHUNK, 0) == 2 * CHUNK
     assert len(shelf.asked) == 8
     index.learn(RankReport(info(0), 2, failed=hashes(0, 1)))
-    assert tracked.hit(index, CHUNK) == CHUNK
+    assert tracked.hit(index, CHUNK, 0) == CHUNK
     assert len(shelf.asked) == 8 + 7
     index.clear()
     shelf.keys.clear()
-    assert tracked.hit(index, CHUNK) == 0
+    assert tracked.hit(index, CHUNK, 0) == 0
     shelf.keys.update(chunk_keys(TOKENS, CHUNK, info(0).namespace)[:3])
-    assert tracked.hit(index, CHUNK) == 0
+    assert tracked.hit(index, CHUNK, 0) == 0
     now[0] += ASK_AGAIN_S
-    assert tracked.hit(index, CHUNK) == 3 * CHUNK
+    assert tracked.hit(index, CHUNK, 0) == 3 * CHUNK
