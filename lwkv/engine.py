@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from lwkv.background.completion_thread import CompletionThread
+from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.config.settings import Config
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.errors import ClosedError, ConfigError
@@ -74,6 +75,7 @@ class CacheEngine:
         timeline: Timeline | None = None,
     ) -> None:
         follow_log_level()
+        warn_of_foreign_variables()
         self.config = config
         if not connector.layers:
             raise ConfigError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lwkv import __version__
 from lwkv.cli.doctor.report import Report, lines
+from lwkv.config.foreign_variables import foreign_variables
 from lwkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ def _version(package: str) -> str | None:
 
 
 def _advice(report: Report) -> Iterator[str]:
-    if foreign := sorted(name for name in os.environ if name.startswith("LMCACHE_")):
-        yield f"{', '.join(foreign)} are ignored: lwkv reads variables that begin with LWKV_."
+    if (foreign := foreign_variables()) is not None:
+        yield f"{foreign}."
     if report.platform == "cpu":
         yield "No accelerator is used: lwkv works on the host, where loads and saves are memory copies."
     if report.platform and not report.features["blending"]:

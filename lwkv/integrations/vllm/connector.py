@@ -12,6 +12,7 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
 from lwkv.integrations.vllm.events import as_event
@@ -20,7 +21,7 @@ from lwkv.integrations.vllm.kv_events import KVEventLog
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
-from lwkv.integrations.vllm.settings import Settings, is_layerwise, read_settings
+from lwkv.integrations.vllm.settings import Settings, check_role, is_layerwise, read_settings
 from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
 from lwkv.integrations.vllm.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.versions import check_version
@@ -43,7 +44,9 @@ class LWKVConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         check_version(vllm_version)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        warn_of_foreign_variables()
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        check_role(vllm_config.kv_transfer_config.kv_role, self._settings.config)
         self._orders: StepOrders | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -129,7 +129,8 @@ class ChunkIndex:
 
     def found(self, keys: RankKeys) -> list[bool]:
         """Whether every rank has each chunk in one of its tiers; empty before all ranks are known."""
-        return [all(there) for there in zip(*(rank.found(own) for rank, own in self._each(keys)), strict=True)]
+        by_rank = [rank.found(own) for rank, own in self._each(keys)]
+        return [all(there) for there in zip(*by_rank, strict=True)]
 
     def prefix(self, keys: RankKeys) -> int:
         """How many leading chunks every rank can load, out of any tier."""

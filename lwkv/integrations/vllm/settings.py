@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
+from lwkv.storage.registry import tier_urls
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,24 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
             "set one of them to false"
         )
     return Settings(config, str(policy))
+
+
+def check_role(kv_role: str | None, config: Config) -> None:
+    """Refuse a role that needs a tier which other processes reach, where there is none.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    useless = {
+        "kv_producer": "what it stores is loaded by nobody",
+        "kv_consumer": "it stores nothing, and so finds nothing",
+    }
+    if kv_role in useless and not tier_urls(config):
+        raise ConfigError(
+            f"kv_role: got {kv_role!r}, and only host memory, which belongs to one process: "
+            f"{useless[kv_role]}; set local_disk or remote_url to a tier that the other processes reach, "
+            "or kv_role to 'kv_both'"
+        )
 
 
 def is_layerwise(extra: Mapping[str, object]) -> bool:

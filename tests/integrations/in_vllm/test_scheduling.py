@@ -80,9 +80,10 @@ def test_the_rest_of_a_prompt_that_fills_no_chunk_is_found_again_for_the_same_pr
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(
-    llama: Path, plain: Elsewhere, role: str
+    llama: Path, plain: Elsewhere, role: str, tmp_path: Path
 ) -> None:
-    with started(llama, enable_prefix_caching=False, **with_lwkv(role)) as engine:
+    disk = {"local_disk": str(tmp_path), "max_local_disk_size": 0.25}
+    with started(llama, enable_prefix_caching=False, **with_lwkv(role, **disk)) as engine:
         assert ask_twice(engine, plain, [prompt(250, 200)]) == 0
         assert engine.worker.engine.stats()["chunks"] == (3 if role == "kv_producer" else 0)
 

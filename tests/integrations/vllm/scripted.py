@@ -197,6 +197,7 @@ class Scripted:
         shares_failures: has only the first of the requests that share a block compute it again after its load
             has failed, as vLLM does, though the others may then run on garbage. Answers can be wrong.
         lower: tiers below host memory, which all ranks share.
+        loads: False for an engine that only stores.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Scripted:
         ahead: bool = False,
         shares_failures: bool = False,
         lower: Sequence[Tier] = (),
-        role: Role = Role(True, True),
+        loads: bool = True,
         **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -222,7 +223,7 @@ class Scripted:
         ]
         config = self.ranks[0].engine.config
         index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, partial(_lookups, lower))
-        self.scheduler = SchedulerSide(config, role, index, BLOCK, num_ranks)
+        self.scheduler = SchedulerSide(config, Role(loads, True), index, BLOCK, num_ranks)
         for rank in self.ranks:
             index.introduce(rank.worker.info)
         self.blocks = Blocks(num_blocks)

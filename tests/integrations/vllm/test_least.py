@@ -10,7 +10,6 @@ import pytest
 from integrations.vllm.scripted import BLOCK, CHUNK, LAYERS, Scripted, ScriptedRequest, expected
 from storage.faulty_tier import FaultyTier
 
-from lwkv.integrations.vllm.scheduler import Role
 from lwkv.keys import LayerKey
 
 PROMPT = list(range(4 * CHUNK + 3))
@@ -111,7 +110,7 @@ def test_only_chunks_that_no_tier_has_are_stored(gone: list[int]) -> None:
 
 def test_an_engine_that_only_stores_uploads_what_the_tier_lacks() -> None:
     tier = filled()
-    engine = engine_on(tier, role=Role(loads=False, stores=True))
+    engine = engine_on(tier, loads=False)
     ask(engine, "warm")
     assert (engine.loaded, written(tier)) == (0, [])
     ask(engine, "longer", [*PROMPT, *range(500, 510)])

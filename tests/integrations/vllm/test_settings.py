@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.settings import is_layerwise, read_settings
+from lwkv.integrations.vllm.settings import check_role, is_layerwise, read_settings
 from lwkv.integrations.vllm.versions import NEWEST, OLDEST, check_version
 
 
@@ -36,6 +37,25 @@ def test_settings_are_lwkv_s_own_and_what_becomes_of_a_failed_load() -> None:
 def test_what_cannot_work_is_told_at_the_start(extra: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_settings(extra)
+
+
+@pytest.mark.parametrize(
+    ("role", "reason"), [("kv_producer", "loaded by nobody"), ("kv_consumer", "finds nothing")]
+)
+def test_a_role_that_shares_nothing_is_refused_with_what_to_do(
+    role: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_role(role, read_settings({}).config)
+    for part in (role, reason, "local_disk", "remote_url", "kv_both"):
+        assert part in str(error.value)
+    check_role(role, read_settings({"local_disk": str(tmp_path), "max_local_disk_size": 1}).config)
+    check_role(role, read_settings({"remote_url": "valkey://localhost:1"}).config)
+
+
+@pytest.mark.parametrize("role", ["kv_both", None])
+def test_a_role_that_loads_what_it_stored_needs_no_tier(role: str | None) -> None:
+    check_role(role, read_settings({}).config)
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.9.2", "0.1.0"])
