@@ -161,40 +161,43 @@ def test_only_chunks_with_a_token_that_the_engine_lacks_are_loaded(own: int) -> 
     engine.close()
 
 
+def engine_on_lower_tier_that_has(num_tokens: int, tier: FaultyTier) -> Scripted:
+    """An engine that has the first tokens of PROMPT in blocks, and no chunk in host memory."""
+    engine = engine_on(tier)
+    engine.own_cache = True
+    ask(engine, "first", PROMPT[: num_tokens + 1], 1)
+    host = engine.ranks[0].engine.parts().storage.host
+    assert host.evict(host.evictable())
+    ask(engine, "elsewhere", [1, 2, 3], 1)  # the scheduler hears of it
+    engine.loaded = 0
+    tier.calls.clear()
+    return engine
+
+
+def read(tier: FaultyTier) -> list[LayerKey]:
+    return [key for keys in tier.calls_of("get") for key in keys]
+
+
 def test_only_chunks_with_a_token_that_the_engine_lacks_are_read_from_a_lower_tier() -> None:
     tier = filled()
-    engine = engine_on(tier)
-    ask(engine, "first", PROMPT[: 3 * CHUNK + 1], 1)
-    engine.own_cache = True
-    ask(engine, "second", PROMPT[: 3 * CHUNK + 1], 1)
-    host = engine.ranks[0].engine.parts().storage.host
-    host.evict(host.evictable())
-    ask(engine, "elsewhere", [1, 2, 3], 1)  # the scheduler hears of it
-    tier.calls.clear()
+    engine = engine_on_lower_tier_that_has(3 * CHUNK, tier)
     ask(engine, "warm")
-    read = [key for keys in tier.calls_of("get") for key in keys]
-    assert {key.chunk for key in read} == {engine.ranks[0].engine.keys(PROMPT)[3]}
-    assert len(read) == LAYERS
+    assert engine.loaded == CHUNK
+    assert {key.chunk for key in read(tier)} == {engine.ranks[0].engine.keys(PROMPT)[3]}
+    assert len(read(tier)) == LAYERS
     engine.close()
 
 
 def test_what_lies_behind_a_chunk_that_only_the_engine_has_is_loaded() -> None:
-    engine = engine_that_has(CHUNK)
-    rank = engine.ranks[0]
-    first = rank.engine.keys(PROMPT)[0]
-    host = rank.engine.parts().storage.host
-    for key in rank.engine.keys(PROMPT):  # the first is used longest ago
-        if key != first:
-            host.unpin([chunk for chunk in host.pin([key]) if chunk is not None])
-    assert host.evict(LAYERS)
-    assert host.contains([first]) == [False]
-    engine.add(ScriptedRequest("elsewhere", [1, 2, 3], 1))
-    while engine.waiting or engine.running:  # the scheduler hears of it; its blocks stay known
-        engine.step()
+    tier = filled()
+    engine = engine_on_lower_tier_that_has(CHUNK, tier)
+    first, *others = engine.ranks[0].engine.keys(PROMPT)
+    for layer in range(LAYERS):
+        del tier.pages[LayerKey(first, layer)]
     copies = Copies(engine)
     ask(engine, "warm")
-    assert engine.loaded == 3 * CHUNK
-    assert engine.failed == 0
-    assert copies.loaded == 3 * LAYERS
+    assert (engine.loaded, engine.failed) == (3 * CHUNK, 0)
+    assert {key.chunk for key in read(tier)} == set(others)
+    assert copies.loaded == len(read(tier)) == 3 * LAYERS
     assert copies.saved == LAYERS, "the first chunk is stored again, out of the engine's blocks"
     engine.close()
