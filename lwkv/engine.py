@@ -29,7 +29,7 @@ from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.pipeline.store import BatchStoring
 from lwkv.platforms import Platform, detect_platform
 from lwkv.pool.host_pool import HostPool
-from lwkv.request import Request, check_loads, check_stores
+from lwkv.request import AnyRequest, Request, check_loads, check_stores
 from lwkv.storage import StorageManager, Tier, TierSetup
 from lwkv.storage.registry import open_tiers
 from lwkv.telemetry.counters import Counters
@@ -222,7 +222,7 @@ class CacheEngine:
         return store_steps(BatchStoring(requests, self._parts, sync))
 
     def retrieve_batch(
-        self, requests: Sequence[Request], sync: bool = True
+        self, requests: Sequence[AnyRequest], sync: bool = True
     ) -> Generator[list[int] | list[torch.Tensor] | None, None, None]:
         """As `retrieve_layer`, for several requests merged into one transfer a layer; yields a list.
 
@@ -230,7 +230,7 @@ class CacheEngine:
         """
         return retrieve_steps(BatchRetrieval(check_loads(requests, *self._limits()), self._parts), sync, list)
 
-    def store_batch(self, requests: Sequence[Request], sync: bool = True) -> Generator[None, None, None]:
+    def store_batch(self, requests: Sequence[AnyRequest], sync: bool = True) -> Generator[None, None, None]:
         """As `store_layer`, for several requests merged into one transfer a layer."""
         return store_steps(BatchStoring(check_stores(requests, *self._limits()), self._parts, sync))
 

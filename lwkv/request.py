@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lwkv.errors import RequestError
-from lwkv.keys import as_salts
+from lwkv.keys import ChunkKey, as_salts
 from lwkv.platforms.protocol import Int64s
 from lwkv.token_ids import as_token_ids
 from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, joined
@@ -34,8 +34,36 @@ class Request:
     mask: Any = None
     salts: Sequence[str] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
-def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
+
+@dataclass(frozen=True, slots=True)
+class KeyedChunks:
+    """Whole chunks whose keys the caller made, in place of a Request, whose tokens make the keys.
+
+    For an engine that has hashes of its own pages, and their slots on the device: nothing is fetched from
+    there, so slots are not checked. No two of a batch may be the same, and no slot out of range.
+
+    Args:
+        keys: of the chunks, in order; what they stand for is the caller's to say.
+        slots: int64 (chunks * chunk_size,), on the device of the caches. It is read behind what the current
+            stream holds when the batch begins, and must not change before the batch has ended.
+    """
+
+    keys: list[ChunkKey]
+    slots: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+
+AnyRequest: TypeAlias = "Request | KeyedChunks"
+
+
+def check_loads(requests: Sequence[AnyRequest], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
     """Bring requests into one form that are loaded together.
 
     Raises:
@@ -52,7 +80,7 @@ def check_loads(requests: Sequence[Request], num_slots: int, chunking: Chunking)
     return checked
 
 
-def check_stores(requests: Sequence[Request], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
+def check_stores(requests: Sequence[AnyRequest], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
     """Bring requests into one form that are stored together. Raises RequestError as `check_loads`."""
     checked = [_checked(request, chunking) for request in as_requests(requests)]
     _check_slots(checked, num_slots)
@@ -62,15 +90,38 @@ def check_stores(requests: Sequence[Request], num_slots: int, chunking: Chunking
     return checked
 
 
-def as_requests(requests: Sequence[Request]) -> Sequence[Request]:
-    """Give `requests` back. Raises RequestError for anything else than a list or tuple of them."""
-    if isinstance(requests, list | tuple) and all(isinstance(request, Request) for request in requests):
-        return requests
+def as_requests(requests: Sequence[AnyRequest]) -> Sequence[AnyRequest]:
+    """Give `requests` back.
+
+    Raises RequestError for anything else than a list or tuple of one kind of request.
+    """
+    if isinstance(requests, list | tuple):
+        for kind in (Request, KeyedChunks):
+            if all(isinstance(request, kind) for request in requests):
+                return requests
     got = f"{requests!r:.200}, of type {type(requests).__name__}"
     raise RequestError(f"got {got}; pass a list of Request(tokens, slot_mapping), or []")
 
 
-def _checked(request: Request, chunking: Chunking) -> CheckedRequest:
+def _checked(request: AnyRequest, chunking: Chunking) -> CheckedRequest:
+    return _keyed(request, chunking) if isinstance(request, KeyedChunks) else _prompt(request, chunking)
+
+
+def _keyed(request: KeyedChunks, chunking: Chunking) -> CheckedRequest:
+    num_tokens, slots = len(request.keys) * chunking.chunk_size, request.slots
+    if chunking.unit > 1:
+        raise RequestError(f"chunks with keys cannot be moved as opaque blocks of {chunking.unit} tokens")
+    if slots.dtype != torch.int64 or slots.shape != (num_tokens,):
+        raise RequestError(
+            f"slots is {slots.dtype} {tuple(slots.shape)}; {len(request.keys)} chunks of "
+            f"{chunking.chunk_size} tokens have torch.int64 ({num_tokens},)"
+        )
+    none = np.zeros(num_tokens, np.int64)
+    counts = chunking.chunk_tokens(num_tokens)
+    return CheckedRequest(none, none, 0, (), chunking.chunk_size, counts, request.keys, slots)
+
+
+def _prompt(request: Request, chunking: Chunking) -> CheckedRequest:
     # Copies: the engine may go on writing to its arrays while the request is under way.
     ids = as_token_ids(request.tokens).copy()
     slots = _as_row("slot_mapping", request.slot_mapping, len(ids), "iu", "whole numbers")
@@ -108,6 +159,7 @@ def _check_slots(requests: Sequence[CheckedRequest], num_slots: int) -> None:
         RequestError: a slot out of range; one given to two tokens of a request, or of two requests, unless
             it is the same token after the same prefix, under the same salts.
     """
+    requests = [request for request in requests if request.device_slots is None]
     slots = joined([request.slots for request in requests])
     if _are_repeated(slots, num_slots):
         _refuse_contradictions(requests, slots)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lwkv.engine import CacheEngine, Request
+from lwkv.engine import CacheEngine
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.request import as_requests
+from lwkv.request import AnyRequest, as_requests
 from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class LayerSteps:
         self._store: Generator[None, None, None] | None = None
         self.begin((), ())
 
-    def begin(self, loads: Sequence[Request], stores: Sequence[Request]) -> None:
+    def begin(self, loads: Sequence[AnyRequest], stores: Sequence[AnyRequest]) -> None:
         """Announce a step: what is to be loaded before its layers compute, what to be stored after.
 
         A step that has not ended is given up, and nothing of it is stored. Raises RequestError for requests
@@ -78,7 +78,7 @@ class LayerSteps:
                 unfinished.close()
         self._load, self._store = load, store
         self._promised: list[int] = [0] * len(loads)
-        self._masks = [torch.zeros(len(load.tokens), dtype=torch.bool) for load in loads]
+        self._masks = [torch.zeros(load.num_tokens, dtype=torch.bool) for load in loads]
         self._loads_taken = 0
         self._stores_taken = 0
         self._computed: set[int] = set()

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lwkv.errors import RequestError
+from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 
 NO_SLOT = -1
@@ -35,16 +37,22 @@ class Transfer:
     Attributes:
         chunk_tokens: int64 (chunks,), tokens in each chunk.
         slots: int64 (tokens,), each token's slot, chunk after chunk; NO_SLOT for a token that is not moved.
+        device_slots: int64 (tokens,) on the device, where only that knows the slots: every token is moved
+            then, and `slots` are zeros.
     """
 
     chunk_tokens: Int64s
     slots: Int64s
+    device_slots: torch.Tensor | None = None
 
     @classmethod
     def join(cls, transfers: Sequence[Transfer]) -> Transfer:
         """One transfer that moves the chunks of several, in their order."""
         counts = joined([transfer.chunk_tokens for transfer in transfers])
-        return cls(counts, joined([transfer.slots for transfer in transfers]))
+        on_device = [t.device_slots for t in transfers if t.device_slots is not None]
+        # A single one as it is: no work for the device.
+        device_slots = on_device[0] if len(on_device) == 1 else torch.cat(on_device) if on_device else None
+        return cls(counts, joined([transfer.slots for transfer in transfers]), device_slots)
 
     @property
     def num_chunks(self) -> int:
@@ -56,7 +64,11 @@ class Transfer:
 
     def only(self, chunks: npt.NDArray[np.bool_]) -> Transfer:
         """The same without the chunks that are False, bool (chunks,)."""
-        return Transfer(self.chunk_tokens[chunks], self.slots[np.repeat(chunks, self.chunk_tokens)])
+        moved = np.repeat(chunks, self.chunk_tokens)
+        device_slots = self.device_slots
+        if device_slots is not None:
+            device_slots = device_slots[torch.from_numpy(moved.nonzero()[0]).to(device_slots.device)]
+        return Transfer(self.chunk_tokens[chunks], self.slots[moved], device_slots)
 
     def rows(self, shape: PageShape, chunks_per_slice: int) -> tuple[Int64s, list[int]]:
         """Number every row that is moved.
@@ -127,6 +139,8 @@ class CheckedRequest:
         ids, slots: int64 (tokens,).
         first: tokens at the beginning that the engine has itself.
         chunk_tokens: int64 (chunks,), tokens of each chunk.
+        keys: of every chunk, where the caller made them; `ids` then mean nothing.
+        device_slots: as in Transfer.
     """
 
     ids: Int64s
@@ -135,6 +149,8 @@ class CheckedRequest:
     salts: tuple[str, ...]
     chunk_size: int
     chunk_tokens: Int64s
+    keys: list[ChunkKey] | None = None
+    device_slots: torch.Tensor | None = None
 
     def loads(self, first_chunk: int, last_chunk: int) -> Transfer:
         """Move chunks [first_chunk, last_chunk), less the tokens that the engine has itself."""
@@ -142,11 +158,12 @@ class CheckedRequest:
         start = first_chunk * self.chunk_size
         slots = self.slots[start : start + int(counts.sum())].copy()
         slots[: max(0, self.first - start)] = NO_SLOT
-        return Transfer(counts, slots)
+        return Transfer(counts, slots, self._on_device(start, len(slots)))
 
     def saves(self) -> Transfer:
         """Move every chunk."""
-        return Transfer(self.chunk_tokens, self.slots[: int(self.chunk_tokens.sum())])
+        num_tokens = int(self.chunk_tokens.sum())
+        return Transfer(self.chunk_tokens, self.slots[:num_tokens], self._on_device(0, num_tokens))
 
     def new_chunks(self) -> npt.NDArray[np.bool_]:
         """Chunks that can be stored: not wholly in the masked part, and with a slot for every token."""
@@ -154,3 +171,6 @@ class CheckedRequest:
         without = np.cumsum(np.append(0, self.slots == NO_SLOT))
         with_slots: npt.NDArray[np.bool_] = without[ends] == without[ends - self.chunk_tokens]
         return (ends > self.first) & with_slots
+
+    def _on_device(self, start: int, num_tokens: int) -> torch.Tensor | None:
+        return None if self.device_slots is None else self.device_slots[start : start + num_tokens]

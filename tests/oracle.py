@@ -131,6 +131,11 @@ def _sglang(dims: Dims, device: torch.device) -> Views:
     return [k, v], k.view(*shape), v.view(*shape)
 
 
+def _sglang_hnd(dims: Dims, device: torch.device) -> Views:
+    k, v = (_empty(_bnhd("BHND", dims), dims, device) for _ in range(2))
+    return [k, v], k.transpose(1, 2), v.transpose(1, 2)
+
+
 def _sglang_mla(dims: Dims, device: torch.device) -> Views:
     t = _empty([dims.slots, 1, dims.head_size], dims, device)
     return t, t.view(dims.blocks, dims.block_size, 1, dims.head_size), None
@@ -165,6 +170,7 @@ FORMS = {
     "vllm_mla": Form(_mla(), mla=True),
     "vllm_mla with a head axis": Form(_mla(1), mla=True),
     "sglang_kv": Form(_one_by_one(_sglang), engine="sglang"),
+    "sglang_kv_hnd": Form(_one_by_one(_sglang_hnd), engine="sglang"),
     "sglang_mla": Form(_one_by_one(_sglang_mla), engine="sglang", mla=True),
     "opaque": Form(_one_by_one(_opaque), hints={"layout": "opaque", "opaque_tag": "test"}),
 }
@@ -283,14 +289,19 @@ class Oracle:
             self._write(layer, slots, torch.zeros_like(self.rows(range(len(slots)), layer)))
 
     def expect(
-        self, tokens: Sequence[int], slots: Any, where: Any = None, layers: Sequence[int] | None = None
+        self,
+        tokens: Sequence[int],
+        slots: Any,
+        where: Any = None,
+        layers: Sequence[int] | None = None,
+        salt: str | None = None,
     ) -> None:
         """From now on `slots` hold what `tokens` are computed to; only those where `where`, bool (T,)."""
         chosen = np.array(slots, np.int64)
         if where is not None:
             chosen[~np.asarray(where, bool)] = -1
         for layer in self._layers(layers):
-            self._put(self._expected[layer], chosen, self.rows(tokens, layer))
+            self._put(self._expected[layer], chosen, self.rows(tokens, layer, salt))
 
     def forget(self, slots: Any, where: Any) -> None:
         """Take whatever `slots` hold now, where `where`, bool (T,), as right."""
@@ -301,9 +312,11 @@ class Oracle:
                 place = chosen // self.dims.block_size, chosen % self.dims.block_size
                 _words(wanted)[place] = self._rows_of(got, chosen).cpu()
 
-    def read(self, tokens: Sequence[int], slots: Any, layer: int, name: str = "") -> None:
+    def read(
+        self, tokens: Sequence[int], slots: Any, layer: int, name: str = "", salt: str | None = None
+    ) -> None:
         """Queue the model's reading of `slots`, which must find what `tokens` are computed to."""
-        self._read(slots, layer, self.rows(tokens, layer), name)
+        self._read(slots, layer, self.rows(tokens, layer, salt), name)
 
     def check(self) -> None:
         """Wait for the device and compare everything."""

@@ -35,6 +35,7 @@ class RowTables:
         self._stream = stream
         self._spare = spare
         self._taken: list[Table] = []
+        self._kept: list[torch.Tensor] = []
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
         """Queue the copy of a host tensor and return the device's; one without elements is what is given."""
@@ -47,6 +48,11 @@ class RowTables:
         self._platform.load_batch(table.on_device, table.copy, self._stream)
         return table.on_device[:size].view(values.dtype).view(values.shape)
 
+    def keep(self, on_device: torch.Tensor) -> torch.Tensor:
+        """Give back a table that the device has, whose memory is not to be used anew before `give_back`."""
+        self._kept.append(on_device)
+        return on_device
+
     def new_table(self, nbytes: int) -> Table:
         """A table of at least `nbytes` bytes."""
         size = 1 << max(nbytes - 1, 1).bit_length()
@@ -58,6 +64,7 @@ class RowTables:
     def give_back(self) -> None:
         """Let others use the tables."""
         taken, self._taken = self._taken, []
+        self._kept = []
         for table in taken:
             self._spare[table.pinned.nbytes].append(table)
 

@@ -137,8 +137,9 @@ class Plan:
         return self._pool.copy_batches(pages[:, chunks], sizes, page_bytes)
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
-        slots = self.transfer.row_slots(shape.tokens_per_row)
-        on_device, full = self.uploads.send(torch.from_numpy(slots)), self._slice_shape.full_rows[shape]
+        slots, full = self.transfer.row_slots(shape.tokens_per_row), self._slice_shape.full_rows[shape]
+        known = self.transfer.device_slots
+        on_device = self.uploads.send(torch.from_numpy(slots)) if known is None else self.uploads.keep(known)
         bounds = [*range(0, len(slots), self._slice_shape.chunks_per_slice * shape.rows), len(slots)]
         return [Slice(a, b, Rows(on_device[a:b], *full[:, : b - a].unbind())) for a, b in pairwise(bounds)]
 

@@ -75,6 +75,7 @@ LAYOUTS = (
     Layout("vllm_mla", "BND", mla=True),
     Layout("vllm_mla", "BHND", mla=True),
     Layout("sglang_kv", "SHD", tensors=2),
+    Layout("sglang_kv_hnd", "BHND", tensors=2),
     Layout("sglang_mla", "SHD", mla=True),
 )
 

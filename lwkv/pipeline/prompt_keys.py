@@ -54,7 +54,9 @@ class PromptKeys:
                 self._recent.popitem(last=False)
 
     def of(self, request: CheckedRequest) -> list[ChunkKey]:
-        """The key of every chunk of a request."""
+        """The key of every chunk of a request: those it came with, or those of its ids."""
+        if request.keys is not None:
+            return request.keys
         return self.keys(request.ids, request.salts)
 
     def _in_chunks(self, ids: Int64s) -> Int64s:

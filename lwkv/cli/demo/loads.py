@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lwkv.engine import CacheEngine
 from lwkv.reference import PagedCache
-from lwkv.request import Request
+from lwkv.request import AnyRequest, Request
 from lwkv.steps import LayerSteps
 from lwkv.transfer import NO_SLOT
 
@@ -24,9 +24,9 @@ class SpoiledLoads(LayerSteps):
         self._blocks: list[int] = []
         super().__init__(engine)
 
-    def begin(self, loads: Sequence[Request], stores: Sequence[Request]) -> None:
+    def begin(self, loads: Sequence[AnyRequest], stores: Sequence[AnyRequest]) -> None:
         super().begin(loads, stores)
-        self._blocks = [self._last_block(load) for load in loads]
+        self._blocks = [self._last_block(load) for load in loads if isinstance(load, Request)]
 
     def wait_for_layer_load(self, layer: str | int) -> None:
         super().wait_for_layer_load(layer)

@@ -1,0 +1,63 @@
+"""Pages of lower tiers on their way to host memory, while their requests wait."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import wait
+from functools import partial
+
+from lwkv.background.exit import waitable
+from lwkv.background.workers import Workers
+from lwkv.keys import ChunkKey
+from lwkv.storage import StorageManager
+
+NUM_THREADS = 2
+MOST_WAITING = 16
+"""Requests whose pages are on their way at a time; others ask again with their next lookup."""
+
+
+class BringUp:
+    """Brings chunks to host memory, where SGLang's next lookup finds them. For the scheduler's thread.
+
+    Nothing here waits: tiers are asked on threads of this object.
+
+    Args:
+        timeout_s: seconds that the chunks of one request may take; what has arrived by then is kept.
+    """
+
+    def __init__(self, storage: StorageManager, num_layers: int, timeout_s: float) -> None:
+        self._storage = storage
+        self._layers = range(num_layers)
+        self._timeout_s = timeout_s
+        self._workers = Workers("bring-up", NUM_THREADS)
+        self._under_way: set[ChunkKey] = set()
+
+    def ask(self, keys: list[ChunkKey]) -> bool:
+        """Have the leading ones of `keys` brought that a lower tier has.
+
+        False, to be asked again, where too much is on its way or the first of them is.
+        """
+        if not self._storage.lower.guards:
+            return True
+        if len(self._under_way) >= MOST_WAITING or keys[0] in self._under_way:
+            return False
+        self._under_way.add(keys[0])
+        brought = self._workers.submit(partial(self._bring, keys))
+        brought.add_done_callback(lambda _: self._under_way.discard(keys[0]))
+        return True
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until nothing is on its way; False if that takes over `timeout_s` seconds."""
+        return self._workers.wait_idle(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Bring nothing more; False if what is on its way takes over `timeout_s` seconds."""
+        self._workers.cancel_queued()
+        return self._workers.close(timeout_s)
+
+    def _bring(self, keys: list[ChunkKey]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        hold = self._storage.hold(keys)
+        wait(self._storage.layerwise_batched_get(hold, self._layers), waitable(deadline - time.monotonic()))
+        # What is complete becomes part of host memory now; the rest goes back.
+        hold.release()

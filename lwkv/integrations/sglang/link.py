@@ -1,0 +1,139 @@
+"""What a linker of SGLang does, without SGLang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+from uuid import uuid4
+
+import torch
+
+from lwkv.engine import CacheEngine
+from lwkv.integrations.sglang.bring_up import BringUp
+from lwkv.integrations.sglang.loads import LayerCounter, Loads
+from lwkv.integrations.sglang.offloads import Offloads
+from lwkv.integrations.sglang.order import Order
+from lwkv.integrations.sglang.page_keys import page_keys
+from lwkv.integrations.sglang.promises import Promises
+from lwkv.request import KeyedChunks
+
+log = logging.getLogger(__name__)
+
+
+class Transfer(Protocol):
+    """SGLang's PoolTransfer, of the one pool there is.
+
+    Attributes:
+        keys: hashes of pages, chained from the sequence's start.
+        device_indices: int64 (pages * page size,), the slot of each token; None in a lookup.
+    """
+
+    keys: list[str] | None
+    device_indices: torch.Tensor | None
+
+
+class CacheLink:
+    """SGLang's radix tree over a cache engine whose chunks are the tree's pages.
+
+    For the scheduler's thread, which never waits here for the device or for a tier, except in `reset` and
+    `close`. Only what is in host memory and pinned is ever offered: SGLang fails a request whose load fails.
+
+    Args:
+        num_layers: of the target model.
+        num_ranks: workers that must answer alike.
+        forward_stream: see Order.
+        forgets: whether `reset` makes all that was stored before unfindable.
+    """
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        num_layers: int,
+        num_ranks: int = 1,
+        forward_stream: Any = None,
+        forgets: bool = True,
+    ) -> None:
+        self.engine = engine
+        self.namespace = engine.namespace
+        self._forgets = forgets
+        self._num_ranks = num_ranks
+        self._timeout_s = engine.config.load_timeout_s
+        connector, storage = engine.connector, engine.parts().storage
+        load_order, store_order = (
+            Order(connector.platform, connector.device, forward_stream) for _ in range(2)
+        )
+        self._promises = Promises(storage.host, storage.most_chunks // 2)
+        self._bring_up = BringUp(storage, engine.num_layers, self._timeout_s)
+        self._loads = Loads(engine, self._promises, num_layers, load_order)
+        self._offloads = Offloads(engine, store_order)
+        self.layer_counter = LayerCounter(self._loads, num_layers)
+
+    def lookup(self, rid: str, transfers: Sequence[Transfer]) -> list[int]:
+        """Every number of leading pages that can be loaded; they are pinned for request `rid`.
+
+        Pages of lower tiers are asked for in the background, and offered when they are in host memory.
+        """
+        hashes = transfers[0].keys
+        if not hashes:
+            return []
+        promise = self._promises.promise(rid, self.namespace, hashes)
+        length = len(promise.keys)
+        if length < len(hashes) and not promise.asked_below:
+            promise.asked_below = self._bring_up.ask(page_keys(self.namespace, hashes[length:]))
+        return list(range(1, length + 1))
+
+    def load(self, rid: str, transfers: Sequence[Transfer]) -> bool:
+        """Queue a load of promised pages; False, to have them computed, where the promise has ended."""
+        request = self._as_request(transfers[0])
+        promise = self._promises.take(rid, len(request.keys))
+        if promise is None and self._num_ranks == 1:
+            return False
+        # With several ranks all must say the same, and the others may have theirs.
+        self._loads.queue(rid, promise, request)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        return self._loads.start()
+
+    def finish_layer_wise_loading(self, index: int) -> bool:
+        return self._loads.finish(index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return self._loads.cancel(rid)
+
+    def offload(self, transfers: Sequence[Transfer]) -> bool:
+        """Queue pages to be kept; False where there are none."""
+        if not transfers:
+            return False
+        self._offloads.queue(self._as_request(transfers[0]))
+        return True
+
+    def num_completed_offloads(self) -> int:
+        self._promises.expire()
+        return self._offloads.num_completed()
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloads.pop()
+
+    def reset(self) -> None:
+        """End all that is under way. Blocks until nothing reads or writes SGLang's pages any more."""
+        self._loads.clear()
+        self._promises.clear()
+        if not self._offloads.clear(self._timeout_s):
+            log.warning("transfers were still under way %.1f s after a reset began", self._timeout_s)
+        self.layer_counter.consumer_index = -1
+        if self._forgets:
+            # SGLang flushes when it has new weights, and does not say so: nothing of before may be found.
+            self.namespace = f"{self.engine.namespace}.{uuid4().hex}"
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        self.reset()
+        self._bring_up.close(self._timeout_s)
+        self.engine.close()
+
+    def _as_request(self, transfer: Transfer) -> KeyedChunks:
+        assert transfer.keys is not None
+        assert transfer.device_indices is not None
+        return KeyedChunks(page_keys(self.namespace, transfer.keys), transfer.device_indices)

@@ -1,0 +1,153 @@
+"""Batches of loads, each around one forward pass, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lwkv.engine import CacheEngine
+from lwkv.integrations.sglang.order import Order
+from lwkv.integrations.sglang.promises import Promise, Promises
+from lwkv.request import KeyedChunks
+from lwkv.steps import LayerSteps
+from lwkv.telemetry.log_throttle import LogThrottle
+
+log = logging.getLogger(__name__)
+
+NO_BATCH = -1
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLoad:
+    """What is to be loaded with the next batch; without a promise it cannot be."""
+
+    promise: Promise | None
+    request: KeyedChunks
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Loads that share a transfer a layer.
+
+    Attributes:
+        is_whole: whether all of its promises could be kept.
+        waited_for: layers that the model has waited for.
+    """
+
+    steps: LayerSteps
+    is_whole: bool
+    waited_for: int = 0
+
+
+class Loads:
+    """Loads that are queued, and those of the batches under way. For the scheduler's thread.
+
+    Args:
+        num_layers: of the target model. Those of draft models come behind them, and are waited for with the
+            last of these.
+        order: for loads alone.
+    """
+
+    def __init__(self, engine: CacheEngine, promises: Promises, num_layers: int, order: Order) -> None:
+        self._engine = engine
+        self._promises = promises
+        self._num_layers = num_layers
+        self._order = order
+        self._queued: dict[str, QueuedLoad] = {}
+        self._batches: dict[int, Batch] = {}
+        self._idle: list[LayerSteps] = []
+        self._last = NO_BATCH
+        self._throttle = LogThrottle(log)
+
+    def queue(self, rid: str, promise: Promise | None, request: KeyedChunks) -> None:
+        """Take a load for the next batch, with the pins of its promise."""
+        self._queued[rid] = QueuedLoad(promise, request)
+
+    def cancel(self, rid: str) -> bool:
+        """Give up a load that has not started; False if there is none."""
+        load = self._queued.pop(rid, None)
+        if load is None:
+            return False
+        self._unpin([load])
+        return True
+
+    def start(self) -> int:
+        """Start what is queued, in one batch, and return its number; NO_BATCH where nothing is."""
+        if not self._queued:
+            return NO_BATCH
+        loads, self._queued = [*self._queued.values()], {}
+        kept = [load for load in loads if load.promise is not None]
+        steps = self._idle.pop() if self._idle else LayerSteps(self._engine, layerwise=True)
+        batch = Batch(steps, is_whole=len(kept) == len(loads))
+        self._order.catch_up()
+        with self._order.use():
+            steps.begin([load.request for load in kept], ())
+            steps.start_load_kv()
+        self._unpin(loads)  # the batch has pins of its own by now
+        self._last += 1
+        self._batches[self._last] = batch
+        return self._last
+
+    def wait(self, number: int, layer: int) -> None:
+        """Make the current stream wait for `layer` of a batch; nothing for one that is over, or twice."""
+        batch = self._batches.get(number)
+        if batch is None or layer < batch.waited_for:
+            return
+        batch.waited_for = layer + 1
+        is_last = batch.waited_for >= self._num_layers
+        batch.steps.wait_for_layer_load(self._engine.num_layers - 1 if is_last else layer)
+
+    def finish(self, number: int) -> bool:
+        """End a batch: whether every token of it has been loaded before the model used it.
+
+        The host waits for nothing: whoever writes to these slots later is queued behind the loads.
+        """
+        batch = self._batches.pop(number, None)
+        if batch is None:
+            return True
+        masks = batch.steps.wait_for_save().loaded
+        self._idle.append(batch.steps)
+        if batch.waited_for < self._num_layers:
+            self._throttle.warn(
+                "the model waited for %d of %d layers of a load: its attention does not ask SGLang's pool "
+                "for every layer, so lwkv cannot be used with it; these requests fail",
+                *(batch.waited_for, self._num_layers),
+            )
+            return False
+        return batch.is_whole and all(bool(mask.all()) for mask in masks)
+
+    def clear(self) -> None:
+        """Give up what is queued, and end the batches under way."""
+        self._unpin([*self._queued.values()])
+        self._queued = {}
+        for number in [*self._batches]:
+            self.finish(number)
+
+    def _unpin(self, loads: Sequence[QueuedLoad]) -> None:
+        for load in loads:
+            if load.promise is not None:
+                self._promises.unpin(load.promise)
+
+
+class LayerCounter:
+    """What SGLang's pool waits with. Plain attributes: SGLang reads them around graphs that it replays whole.
+
+    Attributes:
+        num_layers: of the pool.
+        consumer_index: the batch that the model computes now, below 0 for none. Decode steps have that of
+            their request's prefill, which is over.
+    """
+
+    def __init__(self, loads: Loads, num_layers: int) -> None:
+        self._loads = loads
+        self.num_layers = num_layers
+        self.consumer_index = NO_BATCH
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Make the current stream wait for `layer`, counted in the pool, and queue what comes next."""
+        if self.consumer_index >= 0:
+            self._loads.wait(self.consumer_index, layer)

@@ -1,0 +1,67 @@
+"""Pages that SGLang gives away to be kept, all of a tick in one transfer a layer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from lwkv.engine import CacheEngine
+from lwkv.integrations.sglang.order import Order
+from lwkv.request import KeyedChunks
+
+
+class Offloads:
+    """Stores that are queued, under way, and over, in the order in which they came.
+
+    For the scheduler's thread; a batch ends on the engine's completion thread.
+
+    Args:
+        order: for stores alone.
+    """
+
+    def __init__(self, engine: CacheEngine, order: Order) -> None:
+        self._engine = engine
+        self._parts = engine.parts()
+        self._order = order
+        self._queued: list[KeyedChunks] = []
+        self._results: deque[bool] = deque()
+        self._generation = 0
+
+    def queue(self, request: KeyedChunks) -> None:
+        """Take pages for the next batch; they must not change before their completion has been taken."""
+        # Now, and not when the batch starts: the next forward pass is not to be waited for.
+        self._order.catch_up()
+        self._queued.append(request)
+
+    def num_completed(self) -> int:
+        """Start what is queued, and count what is over and not taken."""
+        if self._queued:
+            self._start()
+        return len(self._results)
+
+    def pop(self) -> bool:
+        """Take the oldest one that is over: whether all of its pages are in host memory."""
+        return self._results.popleft()
+
+    def clear(self, timeout_s: float) -> bool:
+        """Forget all of them once nothing reads the pages; False if that takes over `timeout_s` seconds."""
+        self._queued = []
+        idle = self._parts.completions.wait_idle(timeout_s)
+        self._generation += 1
+        self._results.clear()
+        return idle
+
+    def _start(self) -> None:
+        requests, self._queued = self._queued, []
+        with self._order.use():
+            for _ in self._engine.store_batch(requests):
+                pass
+        # Jobs run one after the other: this one when the bytes have arrived, or never will.
+        self._parts.completions.submit(partial(self._end, self._generation, requests))
+
+    def _end(self, generation: int, requests: Sequence[KeyedChunks]) -> None:
+        host = self._parts.storage.host
+        results = [all(host.contains(request.keys)) for request in requests]
+        if generation == self._generation:
+            self._results.extend(results)

@@ -1,0 +1,128 @@
+"""What lookups have promised: pages pinned in host memory until they are loaded."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lwkv.integrations.sglang.page_keys import page_keys
+from lwkv.keys import ChunkKey
+from lwkv.storage.host_tier import Chunk, HostTier
+
+PROMISE_S = 30.0
+"""Seconds a promise is kept that nobody asks for again: SGLang does not report requests that it drops."""
+
+
+@dataclass(slots=True, eq=False)
+class Promise:
+    """The pages that one request was promised: the first of those it asked for.
+
+    Attributes:
+        asked: SGLang's hashes of all pages it asked for.
+        keys, chunks: of those promised, pinned.
+        until: when it ends, by the clock.
+        asked_below: whether lower tiers were asked for the rest.
+    """
+
+    asked: Sequence[str]
+    keys: list[ChunkKey] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    until: float = 0.0
+    asked_below: bool = False
+
+    def answers(self, hashes: Sequence[str]) -> bool:
+        """Whether `hashes` ask for the very same pages: the last one covers all before it."""
+        return len(self.asked) == len(hashes) and self.asked[-1] == hashes[-1]
+
+
+class Promises:
+    """Pins by request. For the scheduler's thread, which never waits here.
+
+    SGLang looks a request up again and again while it waits, and once more right before it loads. It does not
+    report that a request is gone. So promises end by time, and the oldest ones where they pin too much.
+
+    Args:
+        host: host memory, the only tier that is asked.
+        most_chunks: that may be pinned for requests other than the last one.
+    """
+
+    def __init__(self, host: HostTier, most_chunks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._host = host
+        self._most_chunks = most_chunks
+        self._clock = clock
+        self._by_request: OrderedDict[str, Promise] = OrderedDict()
+        self._pinned = 0
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def promise(self, rid: str, namespace: str, hashes: Sequence[str]) -> Promise:
+        """Pin the longest prefix of `hashes` that is in host memory for request `rid`, from now on.
+
+        What the request was promised before is kept if it asks for the same pages, else given up.
+        """
+        promise = self._by_request.pop(rid, None)
+        if promise is not None and not promise.answers(hashes):
+            self._unpin(promise)
+            promise = None
+        promise = promise or Promise(hashes)
+        self._extend(promise, namespace)
+        promise.until = self._clock() + PROMISE_S
+        self._by_request[rid] = promise
+        self._end_oldest(promise)
+        return promise
+
+    def take(self, rid: str, num_pages: int) -> Promise | None:
+        """Take over the pins of a request for `unpin`; None where fewer than `num_pages` are promised."""
+        promise = self._by_request.pop(rid, None)
+        if promise is None:
+            return None
+        self._pinned -= len(promise.chunks)
+        if len(promise.keys) < num_pages:
+            self._host.unpin(promise.chunks)
+            return None
+        return promise
+
+    def unpin(self, promise: Promise) -> None:
+        """End a promise that was taken over."""
+        self._host.unpin(promise.chunks)
+
+    def expire(self) -> None:
+        """End what nobody has asked for again in time."""
+        while self._by_request and next(iter(self._by_request.values())).until <= self._clock():
+            self._end_first()
+
+    def clear(self) -> None:
+        while self._by_request:
+            self._end_first()
+
+    def _extend(self, promise: Promise, namespace: str) -> None:
+        """Pin what more of the prefix is there by now."""
+        start = len(promise.keys)
+        # Most often there is nothing new, which one key shows.
+        if not any(self._host.contains(page_keys(namespace, promise.asked[start : start + 1]))):
+            return
+        keys = page_keys(namespace, promise.asked[start:])
+        there = self._host.contains(keys)
+        found = self._host.pin(keys[: there.index(False)] if not all(there) else keys)
+        pinned = [chunk for chunk in found if chunk is not None]
+        length = found.index(None) if len(pinned) < len(found) else len(found)
+        if length < len(pinned):  # evicted in between: what lies behind the gap is of no use
+            self._host.unpin(pinned[length:])
+        promise.keys += keys[:length]
+        promise.chunks += pinned[:length]
+        self._pinned += length
+
+    def _end_oldest(self, last: Promise) -> None:
+        while self._pinned - len(last.chunks) > self._most_chunks:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        _, promise = self._by_request.popitem(last=False)
+        self._unpin(promise)
+
+    def _unpin(self, promise: Promise) -> None:
+        self._pinned -= len(promise.chunks)
+        self._host.unpin(promise.chunks)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from integrations.sglang.fake_sglang import FakeSGLang
+from oracle import Dims, Oracle
+
+from lwkv.platforms import Platform
+
+PAGE = 4
+
+
+@pytest.fixture
+def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., FakeSGLang]]:
+    """Makes a worker: the form of its pool, the size of a page, and settings of `Oracle.engine`."""
+    made: list[FakeSGLang] = []
+
+    def make(
+        form: str = "sglang_kv",
+        page: int = PAGE,
+        device_pages: int = 16,
+        forgets: bool = True,
+        num_ranks: int = 1,
+        stream: bool = True,
+        **settings: Any,
+    ) -> FakeSGLang:
+        # Pages of the tensor are SGLang's only where heads come first in it.
+        oracle = Oracle(platform, device, form, Dims(blocks=device_pages, block_size=page))
+        engine = oracle.engine(page, **{"pages": 3 * 64, **settings})
+        forward = platform.new_stream(device) if stream else None
+        made.append(FakeSGLang(oracle, engine, forward, num_ranks, forgets))
+        return made[-1]
+
+    yield make
+    for sglang in made:
+        sglang.link.close()
+        sglang.oracle.check()

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lwkv.errors import ConfigError
+from lwkv.integrations.sglang.settings import read_settings
+from lwkv.integrations.sglang.versions import check_version
+
+
+def test_a_chunk_is_a_page_and_layers_come_one_by_one_unless_the_user_says_otherwise() -> None:
+    settings = read_settings({"max_local_cpu_size": 2}, 64)
+    assert (settings.config.chunk_size, settings.config.use_layerwise) == (64, True)
+    assert settings.config.max_local_cpu_size == 2
+    assert settings.forgets
+
+
+def test_a_file_and_the_environment_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lwkv.yaml").write_text("max_local_cpu_size: 3\nload_timeout_s: 7\n")
+    monkeypatch.setenv("LWKV_CONFIG_FILE", str(tmp_path / "lwkv.yaml"))
+    monkeypatch.setenv("LWKV_MAX_LOCAL_CPU_SIZE", "4")
+    config = read_settings({}, 16).config
+    assert (config.max_local_cpu_size, config.load_timeout_s, config.chunk_size) == (4, 7, 16)
+
+
+def test_a_flush_can_leave_what_is_cached() -> None:
+    assert not read_settings({"on_flush": "keep"}, 16).forgets
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"chunk_size": 256}, "chunk_size: got 256; allowed: 16"),
+        ({"use_layerwise": False}, "use_layerwise: got False"),
+        ({"local_cpu": False, "remote_url": "valkey://localhost:6379"}, "local_cpu: got False"),
+        ({"save_unfull_chunk": True}, "save_unfull_chunk: got True"),
+        ({"on_flush": "no"}, "on_flush: got 'no'; allowed: 'forget' or 'keep'"),
+        ({"chunksize": 16}, "chunksize"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_value_and_what_is_allowed(
+    extra: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_settings(extra, 16)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        read_settings({"chunk_size": 8, "use_layerwise": False}, 16)
+    assert "chunk_size" in str(error.value)
+    assert "use_layerwise" in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23+cpu"])
+def test_the_tested_version_is_taken(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.23.post1", "0.0.0", ""])
+def test_any_other_version_is_refused_by_name(version: str) -> None:
+    with pytest.raises(ValueError, match=r"SGLang .*: lwkv works with 0\.5\.23"):
+        check_version(version)
