@@ -32,18 +32,21 @@ class BringUp:
         self._workers = Workers("bring-up", NUM_THREADS)
         self._under_way: set[ChunkKey] = set()
 
-    def ask(self, keys: list[ChunkKey]) -> bool:
-        """Have the leading ones of `keys` brought that a lower tier has.
+    def ask(self, keys: list[ChunkKey], first: int) -> bool:
+        """Have the leading ones of `keys` from `first` on brought that a lower tier has.
 
-        False, to be asked again, where too much is on its way or the first of them is.
+        False, to be asked again, where too much is on its way, or the first of them is.
+
+        Args:
+            keys: of all pages that a request lacks on the device; those before `first` are in host memory.
         """
         if not self._storage.lower.guards:
             return True
-        if len(self._under_way) >= MOST_WAITING or keys[0] in self._under_way:
+        if len(self._under_way) >= MOST_WAITING or keys[first] in self._under_way:
             return False
-        self._under_way.add(keys[0])
-        brought = self._workers.submit(partial(self._bring, keys))
-        brought.add_done_callback(lambda _: self._under_way.discard(keys[0]))
+        self._under_way.add(keys[first])
+        brought = self._workers.submit(partial(self._bring, keys, first))
+        brought.add_done_callback(lambda _: self._under_way.discard(keys[first]))
         return True
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -55,9 +58,9 @@ class BringUp:
         self._workers.cancel_queued()
         return self._workers.close(timeout_s)
 
-    def _bring(self, keys: list[ChunkKey]) -> None:
+    def _bring(self, keys: list[ChunkKey], first: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        hold = self._storage.hold(keys)
+        hold = self._storage.hold(keys, first)
         wait(self._storage.layerwise_batched_get(hold, self._layers), waitable(deadline - time.monotonic()))
         # What is complete becomes part of host memory now; the rest goes back.
         hold.release()

@@ -80,7 +80,7 @@ class CacheLink:
         promise = self._promises.promise(rid, self.namespace, hashes)
         length = len(promise.keys)
         if length < len(hashes) and not promise.asked_below:
-            promise.asked_below = self._bring_up.ask(page_keys(self.namespace, hashes[length:]))
+            promise.asked_below = self._bring_up.ask(page_keys(self.namespace, hashes), length)
         return list(range(1, length + 1))
 
     def load(self, rid: str, transfers: Sequence[Transfer]) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge
 
 from lwkv.engine import CacheEngine
-from lwkv.telemetry.prometheus import is_gauge
 
 PREFIX = "sglang:lwkv_"
 PERIOD_S = 1.0
@@ -37,11 +36,11 @@ class Statistics:
         if self._clock() < self._next:
             return
         self._next = self._clock() + PERIOD_S
-        tiers = self._engine.tier_names
+        counts = self._engine.counts()
         for name, value in self._engine.stats().items():
             # A histogram is served by `engine.metrics()` only.
             if "_le_" not in name and value != self._counted.get(name, 0):
-                self._publish(name, value, is_gauge(name, tiers))
+                self._publish(name, value, gauge=name not in counts)
                 self._counted[name] = value
 
     def _publish(self, name: str, value: int, gauge: bool) -> None:
