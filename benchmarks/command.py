@@ -19,8 +19,8 @@ from lwkv.benchmarks.parts import PARTS, choose_parts
 from lwkv.benchmarks.recorded import Recorded
 from lwkv.benchmarks.result import Result
 from lwkv.benchmarks.shapes import SHAPES
-from lwkv.cli.doctor.tiers import without_secrets
 from lwkv.cli.run_setup import core_for_transfers, make_writable
+from lwkv.config.secrets import cut
 from lwkv.errors import ConfigError
 from lwkv.platforms import Platform, detect_platform
 from lwkv.platforms.registry import VARIABLE
@@ -116,7 +116,7 @@ def _command(bench: Bench, parts: list[str], output: Path) -> str:
         "only": ",".join(parts),
         "output": output,
         **({"disk": bench.disk} if bench.disk else {}),
-        **({"remote": without_secrets(bench.remote)} if bench.remote else {}),
+        **({"remote": cut(bench.remote)} if bench.remote else {}),
     }
     return shlex.join(
         ["lwkv", "bench", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]

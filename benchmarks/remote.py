@@ -11,7 +11,7 @@ from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.findings import Absent, Findings
 from lwkv.benchmarks.plain_remote import open_plain, tier_alone
 from lwkv.benchmarks.tier_moves import Plain, TierFindings, TierMove, compare_moves, measure_engine
-from lwkv.cli.doctor.tiers import without_secrets
+from lwkv.config.secrets import cut
 from lwkv.config.settings import Config
 from lwkv.storage import TierSetup
 from lwkv.storage.registry import open_tiers
@@ -48,7 +48,7 @@ def _measure(bench: Bench, url: str) -> RemoteFindings:
     with bench.bed(prompts=2, config=config, first_prompt=secrets.randbits(32)) as bed:
         found = measure_engine(bench, bed, plain)
     plain.close()
-    num_bytes, server = shape.kv_bytes(bench.prefix), without_secrets(url)
+    num_bytes, server = shape.kv_bytes(bench.prefix), cut(url)
     return RemoteFindings(bench.prefix, num_bytes, moves + found.moves, found.overlaps, found.exact, server)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from reprlib import Repr
 
 from pydantic import BaseModel, ValidationError
 
+from lwkv.config.secrets import HIDDEN, cut, cut_inside, cut_under
 from lwkv.config.values import Allowed
 
 
@@ -16,10 +16,6 @@ class Origins(dict[str, str]):
     """Where the value of each setting came from; those that are missing came as arguments."""
 
 
-_SECRET = re.compile("pas|secret|token|user|credential", re.IGNORECASE)
-HIDDEN = "***"
-_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
-_LOGIN = re.compile(r"(?<=://)\S*@")
 _MOST_CHARS = 200
 _MOST_LINES = 30
 
@@ -40,42 +36,19 @@ _short = _Short()
 
 def shown(value: object) -> str:
     """Show a value in an error text: as `repr`, with the middle of what is long left out, and no password."""
-    return without_login(_short.repr(value))
+    return _short.repr(cut_inside(value))
+
+
+def shown_under(name: str, value: object) -> str:
+    """Show the value of a setting called `name`, nothing of it where that may be a secret's name."""
+    told = cut_under(name, value)
+    return HIDDEN if told == HIDDEN else _short.repr(told)
 
 
 def clipped(text: str) -> str:
     """Text as it is, or its beginning where it is long; no password."""
-    text = without_login(text)
+    text = cut(text)
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
-
-
-def without_login(text: str) -> str:
-    """Cut user and password out of the URLs in a text."""
-    return _LOGIN.sub("***@", text)
-
-
-def is_secret(text: str) -> bool:
-    """Whether a text speaks of passwords and the like."""
-    return _SECRET.search(text) is not None
-
-
-def shown_inside(value: object) -> str:
-    """Show a value that has names in it, unless one of them is a secret's."""
-    return shown_unless_secret("", value)
-
-
-def shown_unless_secret(name: str, value: object) -> str:
-    """Show the value of a setting that nobody knows, unless its name, or a name within, is a secret's."""
-    told = shown(value)
-    return HIDDEN if is_secret(f"{name} {told}") else told
-
-
-def shown_address(value: object) -> str:
-    """Show what no password can be in of an address that cannot be read: its scheme, what follows an @."""
-    if not isinstance(value, str) or "@" not in value:
-        return HIDDEN
-    scheme = _SCHEME.match(value)
-    return _short.repr(f"{scheme[0] if scheme else ''}{HIDDEN}@{value.rpartition('@')[2]}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -111,7 +84,7 @@ def _explain(
     key = str(place[0])
     value, origin, inner = values.get(key), origins.get(key, "argument"), model.model_fields[key].annotation
     if len(place) == 1 or not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-        got = {"remote_url": shown_address, "extra_config": shown_inside}.get(key, shown)(value)
+        got = shown_under(key if key == "remote_url" else "", value)
         return f"{key}: got {got} ({origin}); allowed: {allowed_of(model, key).values}"
     name, extras = str(place[1]), value if isinstance(value, Mapping) else {}
     item = {str(extra): given for extra, given in extras.items()}.get(name)
@@ -124,5 +97,5 @@ def unknown_key(key: str, value: object, origin: str, known: Iterable[str]) -> s
     """Tell that nobody knows `key`, which key is near, and which keys there are."""
     names = sorted(known)
     near = did_you_mean(key, names)
-    got = f"{clipped(key)}: got {shown_unless_secret(key, value)} ({origin})"
+    got = f"{clipped(key)}: got {shown_under(key, value)} ({origin})"
     return f"{got}, but there is no such key{near}; allowed: {', '.join(names)}"

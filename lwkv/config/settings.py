@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -12,7 +12,16 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from lwkv.config.conflicts import refuse_conflicts
 from lwkv.config.help import show_settings
 from lwkv.config.lmcache import without_lmcache_keys
-from lwkv.config.messages import Origins, allowed_of, clipped, explain, is_secret, joined, shown, unknown_key
+from lwkv.config.messages import (
+    Origins,
+    allowed_of,
+    clipped,
+    explain,
+    joined,
+    shown,
+    unknown_key,
+)
+from lwkv.config.secrets import cut_inside, is_address, is_secret
 from lwkv.config.sources import PREFIX, read_environment, read_file
 from lwkv.config.values import (
     CHECK_LAYERS,
@@ -121,10 +130,14 @@ class Config(BaseSettings):
         kinds = {key: allowed_of(cls, key).kind for key in cls.model_fields}
         file = _read_named_file(path, os.environ)
         environment = read_environment(os.environ, kinds)
-        origins = dict.fromkeys(file, f"file {_file_name(path, os.environ)}")
+        origins = dict.fromkeys(file, f"file {clipped(f'{_file_name(path, os.environ)}')}")
         origins |= {key: _variable(key, os.environ) for key in environment}
         origins |= dict.fromkeys(arguments, "argument")
         return cls(Origins(origins), **(file | environment | arguments))
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
+        for name, value in super().__repr_args__():
+            yield name, cut_inside(value) if isinstance(value, str) else value
 
     @classmethod
     def settings_customise_sources(
@@ -195,7 +208,7 @@ def _read_named_file(path: str | os.PathLike[str] | None, environ: Mapping[str, 
 
 def _variable(key: str, environ: Mapping[str, str]) -> str:
     name = f"{PREFIX}{key.upper()}"
-    if key == "remote_url" or (key == "extra_config" and is_secret(environ[name])):
+    if is_address(key) or is_secret(environ[name]):
         return f"environment variable {name}"
     return f"environment variable {name}={clipped(environ[name])}"
 

@@ -10,16 +10,8 @@ from typing import Any
 
 import yaml
 
-from lwkv.config.messages import (
-    HIDDEN,
-    clipped,
-    did_you_mean,
-    is_secret,
-    joined,
-    shown,
-    shown_inside,
-    shown_unless_secret,
-)
+from lwkv.config.messages import clipped, did_you_mean, joined, shown, shown_under
+from lwkv.config.secrets import HIDDEN, is_secret
 from lwkv.errors import ConfigError
 
 PREFIX = "LWKV_"
@@ -44,7 +36,7 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise _refusal("aliases (*name) are not taken; write the value out", event.start_mark)
         if event.tag is not None:
-            raise _refusal(f"tags such as {event.tag!r} are not taken; leave the tag out", event.start_mark)
+            raise _refusal("tags (!name) are not taken; leave the tag out", event.start_mark)
         self._level += 1
         if self._level > _MOST_LEVELS:
             raise _refusal(f"nested deeper than {_MOST_LEVELS} levels", event.start_mark)
@@ -53,7 +45,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = Counter(str(key.value) for key, _ in node.value)
+        names = Counter(str(key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         twice = sorted(name for name, count in names.items() if count > 1)
         if twice:
             raise _refusal(f"keys given twice: {shown(twice)}", node.start_mark)
@@ -63,8 +55,12 @@ class _Loader(yaml.SafeLoader):
         return int(self.construct_scalar(node))
 
 
-def _refusal(problem: str, mark: Any) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, problem, mark)
+class _RefusedError(yaml.constructor.ConstructorError):
+    """What YAML allows and lwkv does not take; its text quotes nothing that may be a secret."""
+
+
+def _refusal(problem: str, mark: Any) -> _RefusedError:
+    return _RefusedError(None, None, problem, mark)
 
 
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -90,17 +86,29 @@ def read_file(path: str | PathLike[str], told_by: str) -> dict[str, object]:
         with open(path, encoding="utf-8") as file:
             values = yaml.load(file, _Loader)  # a SafeLoader
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"configuration file {fspath(path)!r} ({told_by}) cannot be read: {error}"
-        ) from error
+        # The error's own text, which a traceback shows, may quote the file.
+        raise ConfigError(f"configuration file {shown(fspath(path))} ({told_by}) {_why(error)}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"configuration file {fspath(path)!r} ({told_by}): got {shown_inside(values)}; "
+            f"configuration file {shown(fspath(path))} ({told_by}): got {shown_under('', values)}; "
             "allowed: lines of `key: value`"
         )
     return {str(key): value for key, value in values.items()}
+
+
+def _why(error: OSError | ValueError | yaml.YAMLError) -> str:
+    """Say what cannot be read, and where, without what is written there."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        # Names that YAML quotes are part of the text; what it calls <...>, and single characters, are not.
+        problem, mark = f"{error.problem}", error.problem_mark
+        if not isinstance(error, _RefusedError):
+            problem = re.sub(r"'(?!<)[^']{2,}'", f"'{HIDDEN}'", problem)
+        return f"cannot be read: {problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return (
+        f"cannot be read: {(error.strerror if isinstance(error, OSError) else None) or clipped(f'{error}')}"
+    )
 
 
 def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, object]:
@@ -121,7 +129,7 @@ def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> di
 
 def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
     near, names = did_you_mean(name, known), ", ".join(sorted(known))
-    value = shown_unless_secret(name, text)
+    value = shown_under(name, text)
     return f"environment variable {clipped(name)}={value} names no setting{near}; allowed: {names}"
 
 
@@ -132,6 +140,6 @@ def _read_text(name: str, text: str, kind: str) -> object:
         return yaml.load(f"[{text}]" if "," in text and text.strip()[0] not in "[{" else text, _Loader)
     except yaml.YAMLError as error:
         if kind == "mapping":
-            told = f"{HIDDEN} cannot be read" if is_secret(text) else f"{shown(text)} cannot be read: {error}"
-            raise ConfigError(f"environment variable {name}={told}") from None
+            value = HIDDEN if is_secret(text) else shown(text)
+            raise ConfigError(f"environment variable {name}={value} {_why(error)}") from None
         return text

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from lwkv.cli.doctor.report import Report, lines
 from lwkv.cli.doctor.tiers import examine_tiers
@@ -150,3 +156,130 @@ def test_the_variables_for_user_and_password_are_no_settings(monkeypatch: pytest
     monkeypatch.setenv(USER, "someone")
     monkeypatch.setenv(PASSWORD, SECRET)
     assert SECRET not in repr(Config.load())
+
+
+# Nothing else in an error text has four of these in a row.
+SECRETS = st.text("QXZJKVWY0123456789:/?#@%!&*'\" \\{}[],=", min_size=8, max_size=300)
+SHAPES = (
+    "{0}://someone:{1}@host:6379",
+    "{0}://:{1}@host/0",
+    "{0}://someone:{1}@",
+    "{0}://someone:{1}@host:port",
+    "{0}://someone:{1}@ho st",
+    "{0}://someone:{1}@one:1,two:2?cluster=true",
+    "{0}:/someone:{1}@host:1",
+    "{0}//someone:{1}@host:1",
+    "someone:{1}@host:6379",
+    "{1}@host",
+    "{0}://host:6379?password={1}",
+    "{0}://someone:{1}",
+    "someone:{1}",
+)
+WITHOUT_HOST = ("{0}://host:6379?password={1}", "{0}://someone:{1}", "someone:{1}")
+KEYS = (
+    *("remote_url", "remote_ulr", "remoteurl", "remote_server", "redis", "local_disk", "chunk_size"),
+    *("blend_special_str", "use_gpu", "extra_config", "external_lookup_client", "remote_password"),
+)
+
+
+def looks_like_a_port(secret: str) -> bool:
+    """Then nobody can know that what precedes it is no host."""
+    return re.match(r"\s*[0-9]{1,5}\s*($|[,/?#])", secret) is not None
+
+
+def pieces(secret: str) -> set[str]:
+    return {secret[i : i + 4] for i in range(len(secret) - 3)}
+
+
+def all_that_is_shown(load: Callable[[], Config], caplog: pytest.LogCaptureFixture) -> str:
+    """What becomes of a configuration, as text: an error with its traceback, or what is made of it."""
+    caplog.clear()
+    try:
+        config = load()
+    except ConfigError:
+        return f"{traceback.format_exc().rpartition('ConfigError')[2]} {caplog.text}"
+    report = Report({"lwkv": "0"})
+    examine_tiers(report, config)
+    return f"{config!r} {config} {report} {list(lines(report))} {caplog.text}"
+
+
+@pytest.mark.parametrize("source", ["argument", "environment", "file", "inside"])
+@settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+@given(
+    key=st.sampled_from(KEYS),
+    shape=st.sampled_from(SHAPES),
+    scheme=st.sampled_from(["valkey", "redis", "rediss", "mooncake", "nosuch"]),
+    secret=SECRETS,
+)
+def test_no_piece_of_a_password_is_shown_whatever_the_key_and_the_form_of_the_address(
+    source: str,
+    key: str,
+    shape: str,
+    scheme: str,
+    secret: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # What follows the last @ is the host: a password without a host must not have one.
+    assume(shape not in WITHOUT_HOST or not ("@" in secret or looks_like_a_port(secret)))
+    text = shape.format(scheme, secret)
+
+    def load() -> Config:
+        with pytest.MonkeyPatch.context() as patch:
+            if source == "environment":
+                patch.setenv(f"LWKV_{key.upper()}", text)
+                return Config.load()
+            if source == "argument":
+                return Config.load(**{key: text})
+            file = tmp_path / "lwkv.yaml"
+            file.write_text(f"{key}: {json.dumps(text if source == 'file' else {'server': [text]})}")
+            return Config.load(file)
+
+    told = all_that_is_shown(load, caplog)
+    assert [piece for piece in pieces(secret) if piece in told] == []
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    secret=st.text("QXZJKVWY0123456789", min_size=8, max_size=40),
+    form=st.sampled_from(
+        [
+            "remote_password: !{}",
+            "a: !{}!b c",
+            "a: !<{}> c",
+            "a: &{} b\nc: &{} d",
+            "a: *{}",
+            "a: '%{}",
+            "%{} a\n---\n[1",
+        ]
+    ),
+)
+def test_no_piece_of_a_text_that_is_no_plain_yaml_is_shown(secret: str, form: str, tmp_path: Path) -> None:
+    text = form.replace("{}", secret)
+    file = tmp_path / "lwkv.yaml"
+    file.write_text(text)
+    for load in (lambda: Config.load(file), lambda: _load_extra(f"{{{text}}}")):
+        with pytest.raises(ConfigError) as refused:
+            load()
+        told = "".join(traceback.format_exception(refused.value)).rpartition("ConfigError")[2]
+        assert [piece for piece in pieces(secret) if piece in told] == []
+
+
+def _load_extra(text: str) -> Config:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LWKV_EXTRA_CONFIG", text)
+        return Config.load()
+
+
+@pytest.mark.parametrize("path", [URL, f"someone:{SECRET}@host", f"valkey://someone:{SECRET}"])
+def test_the_name_of_a_file_that_is_an_address_is_shown_without_password(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LWKV_CONFIG_FILE", path)
+    for load in (Config.load, lambda: Config.load(path)):
+        with pytest.raises(ConfigError, match="cannot be read") as refused:
+            load()
+        assert SECRET not in str(refused.value)

@@ -73,6 +73,7 @@ def examine(override: str | None = None) -> Report:
 
 def _examine_settings(report: Report) -> Config | None:
     try:
+        from lwkv.config.messages import clipped
         from lwkv.config.settings import Config
 
         config = Config.load()
@@ -82,7 +83,7 @@ def _examine_settings(report: Report) -> Config | None:
     # Names alone: values may have passwords in them.
     changed = [name for name, of in Config.model_fields.items() if getattr(config, name) != of.get_default()]
     report.settings = {
-        "file": os.environ.get("LWKV_CONFIG_FILE") or "none: LWKV_CONFIG_FILE names no file",
+        "file": clipped(os.environ.get("LWKV_CONFIG_FILE", "")) or "none: LWKV_CONFIG_FILE names no file",
         "layer by layer": "yes" if config.use_layerwise else "no: use_layerwise is off",
         "blending": "yes" if config.enable_blending else "no",
         "not as by default": ", ".join(changed) or "none",

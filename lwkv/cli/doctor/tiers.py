@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from lwkv.cli.doctor.report import Report
+from lwkv.config.secrets import cut
 from lwkv.config.settings import Config
 from lwkv.errors import LwkvError
 from lwkv.storage.registry import examine_tier, tier_urls
@@ -13,13 +12,8 @@ from lwkv.storage.registry import examine_tier, tier_urls
 def examine_tiers(report: Report, config: Config) -> None:
     """Look at every tier that `config` names; one that cannot be used is a fault."""
     for url in tier_urls(config):
-        shown = without_secrets(url)
+        shown = cut(url)
         try:
             report.tiers[shown] = dict(examine_tier(url, config))
         except (LwkvError, OSError, RuntimeError) as error:
             report.faults.append(f"the tier {shown} cannot be used: {error}")
-
-
-def without_secrets(url: str) -> str:
-    """A URL without user and password, and without its query."""
-    return re.sub(r"//.*@", "//", url).partition("?")[0]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lwkv.config.messages import shown
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.storage.registry import tier_urls
@@ -35,7 +36,7 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
     arguments = dict(extra)
     policy = arguments.pop(FAILURE_KEY, FAILURE_POLICIES[0])
     if policy not in FAILURE_POLICIES:
-        raise ConfigError(f"{FAILURE_KEY}: got {policy!r}; allowed: {' or '.join(FAILURE_POLICIES)}")
+        raise ConfigError(f"{FAILURE_KEY}: got {shown(policy)}; allowed: {' or '.join(FAILURE_POLICIES)}")
     config = Config.load(None, **arguments)
     if "use_layerwise" not in config.model_fields_set:
         config = Config.load(None, **arguments, use_layerwise=True)

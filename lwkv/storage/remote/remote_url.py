@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from lwkv.config.messages import shown
+from lwkv.config.secrets import HIDDEN, cut
 from lwkv.config.values import read_flag
 from lwkv.errors import ConfigError
 
 USER = "LWKV_REMOTE_USER"
 PASSWORD = "LWKV_REMOTE_PASSWORD"
 T = TypeVar("T")
+_OPTION = re.compile("[a-z_]{1,20}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class RemoteURL:
         try:
             return read(self.options[name])
         except ValueError:
-            raise self.refuse(f"{name} is {self.options[name]!r}; allowed: {allowed}") from None
+            raise self.refuse(f"{name} is {shown(self.options[name])}; allowed: {allowed}") from None
 
     def refuse(self, problem: str) -> ConfigError:
         """Make the error that tells of a `problem` with this address."""
@@ -76,7 +80,7 @@ def parse_remote_url(url: str, default_port: int, options: tuple[str, ...]) -> R
     try:
         addresses = tuple(_address(host, default_port) for host in hosts.split(","))
     except ValueError as error:
-        raise ConfigError(f"remote_url {scheme}://{hosts}: {error}") from None
+        raise ConfigError(f"remote_url {cut(f'{scheme}://{hosts}')}: {error}") from None
     given = parse_qsl(query, keep_blank_values=True)
     found = RemoteURL(scheme.lower(), addresses, path, dict(given), *_credentials(login))
     _check_options(found, [name for name, _ in given], options)
@@ -87,7 +91,9 @@ def _check_options(url: RemoteURL, given: list[str], known: tuple[str, ...]) -> 
     allowed = f"allowed: {', '.join(known)}"
     for name in given:
         if name not in known:
-            raise url.refuse(f"there is no option {name!r}; {allowed}")
+            # What does not look like the name of an option may be the rest of a password.
+            told = repr(name) if _OPTION.fullmatch(name) else HIDDEN
+            raise url.refuse(f"there is no option {told}; {allowed}")
         if given.count(name) > 1:
             raise url.refuse(f"option {name!r} is given twice")
 
@@ -102,8 +108,13 @@ def _credentials(login: str) -> tuple[str | None, str | None]:
 def _address(text: str, default_port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname or parts.path:
-        raise ValueError(f"{text!r} is no host")
-    return parts.hostname, parts.port or default_port
+        raise ValueError(f"{shown(text)} is no host")
+    try:
+        return parts.hostname, parts.port or default_port
+    except ValueError:
+        raise ValueError(
+            "what follows the last colon is no port; allowed: a number from 1 to 65535"
+        ) from None
 
 
 def _bracketed(host: str) -> str:

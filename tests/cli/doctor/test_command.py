@@ -234,5 +234,5 @@ def test_a_tier_that_cannot_be_used_is_a_fault(monkeypatch: pytest.MonkeyPatch, 
 def test_no_password_of_a_tier_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LWKV_REMOTE_URL", "nosuch://me:secret@host:1/0?token=secret")
     (fault,) = doctor.examine("cpu").faults
-    assert fault.startswith("the tier nosuch://host:1/0 cannot be used: no tier for nosuch://...")
+    assert fault.startswith("the tier nosuch://***@host:1 cannot be used: no tier for nosuch://...")
     assert "secret" not in fault

@@ -47,7 +47,7 @@ def read_address(text: str) -> ValkeyAddress:
     """Read a URL with a scheme of valkey, valkeys, redis or rediss. Raises ConfigError."""
     url = parse_remote_url(text, DEFAULT_PORT, OPTIONS)
     if url.path and not url.path.isdecimal():
-        raise url.refuse(f"/{url.path} is no number of a database")
+        raise url.refuse("what follows the / is no number of a database")
     if ("cert" in url.options) != ("key" in url.options):
         raise url.refuse("cert and key go together")
     if url.scheme not in _TLS and {"ca", "cert", "key"} & set(url.options):

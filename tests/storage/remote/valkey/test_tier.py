@@ -311,7 +311,7 @@ def test_one_database_does_not_see_another(redis: Server) -> None:
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("redis://here/main", "/main is no number of a database"),
+        ("redis://here/main", "what follows the / is no number of a database"),
         ("rediss://here?cert=/a", "cert and key go together"),
         ("redis://here?ca=/a", "write valkeys:// or rediss://"),
         ("rediss://here?ca=/not/there", "ca cannot be read: .*No such file"),
