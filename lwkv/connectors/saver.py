@@ -38,7 +38,8 @@ class Save:
 
 
 class Saver(Caches):
-    """The saving side of a connector; the host never waits for the device here, but in `end_save`."""
+    """The saving side of a connector; the host never waits for the device here, but in `end_save`, and before
+    staging is filled again where an event does not cover copies to the host."""
 
     _timeline: Timeline
 
