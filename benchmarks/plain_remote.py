@@ -16,7 +16,8 @@ from lwkv.keys import HASH_BYTES, ChunkKey, LayerKey
 from lwkv.storage import Status, Tier
 from lwkv.storage.guard import Transfer
 from lwkv.storage.remote.mooncake import client as mooncake_client
-from lwkv.storage.remote.valkey import client as valkey_client
+from lwkv.storage.remote.valkey.address import read_address
+from lwkv.storage.remote.valkey.client import connect
 
 NUM_THREADS = 4
 LONG_S = 60.0
@@ -104,8 +105,8 @@ def _key(name: str) -> LayerKey:
 
 
 def _plain_valkey(url: str, slab: torch.Tensor) -> PlainRemote:
-    address = valkey_client.read_address(url)
-    clients = [valkey_client.connect(address)._client for _ in range(NUM_THREADS)]
+    address = read_address(url)
+    clients = [connect(address)._client for _ in range(NUM_THREADS)]
     idle = list(clients)
 
     def each(call: Callable[[Any, str, memoryview], object]) -> Callable[..., None]:

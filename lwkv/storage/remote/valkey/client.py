@@ -5,19 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from lwkv.errors import ConfigError
-from lwkv.storage.remote.remote_url import RemoteURL, parse_remote_url
+from lwkv.storage.remote.remote_url import RemoteURL
+from lwkv.storage.remote.valkey.address import ValkeyAddress
+from lwkv.storage.remote.valkey.diagnosis import NOT_ALLOWED, WRONG_LOGIN, find_fault
 from lwkv.storage.remote.valkey.shards import Shard
 
-DEFAULT_PORT = 6379
-OPTIONS = ("cluster", "timeout_s", "connect_timeout_s", "ca", "cert", "key")
-_TLS = ("valkeys", "rediss")
 _WRONG_LOGIN = ("WRONGPASS", "NOAUTH")
 _NOT_ALLOWED = ("NOPERM", "PermissionDenied")
 
@@ -30,54 +27,12 @@ class WrongTypeError(RefusedError):
     """Under this key there is something else than a hash."""
 
 
-@dataclass(frozen=True)
-class ValkeyAddress:
-    """What is needed to connect. Files are read and checked when it is made, see `read_address`."""
-
-    url: RemoteURL
-    cluster: bool
-    timeout_s: float
-    connect_timeout_s: float
-    database: int | None
-    authorities: bytes | None = field(repr=False)
-    identity: tuple[bytes, bytes] | None = field(repr=False)
-
-
-def read_address(text: str) -> ValkeyAddress:
-    """Read a URL with a scheme of valkey, valkeys, redis or rediss. Raises ConfigError."""
-    url = parse_remote_url(text, DEFAULT_PORT, OPTIONS)
-    if url.path and not url.path.isdecimal():
-        raise url.refuse("what follows the / is no number of a database")
-    if ("cert" in url.options) != ("key" in url.options):
-        raise url.refuse("cert and key go together")
-    if url.scheme not in _TLS and {"ca", "cert", "key"} & set(url.options):
-        raise url.refuse("ca, cert and key are for TLS: write valkeys:// or rediss://")
-    identity = (_read(url, "cert"), _read(url, "key"))
-    return ValkeyAddress(
-        url,
-        cluster=url.flag("cluster", len(url.hosts) > 1),
-        timeout_s=url.seconds("timeout_s", 2.0),
-        connect_timeout_s=url.seconds("connect_timeout_s", 1.0),
-        database=int(url.path) if url.path else None,
-        authorities=_read(url, "ca"),
-        identity=None if identity[0] is None or identity[1] is None else (identity[0], identity[1]),
-    )
-
-
-def _read(url: RemoteURL, option: str) -> bytes | None:
-    if option not in url.options:
-        return None
-    try:
-        return Path(url.options[option]).read_bytes()
-    except OSError as error:
-        raise url.refuse(f"{option} cannot be read: {error}") from None
-
-
 def connect(address: ValkeyAddress) -> ValkeyClient:
     """Connect, within the address's time.
 
     Raises:
-        ConfigError: the client is not installed; user or password are wrong. ConnectionError.
+        ConfigError: the client is not installed; user, password or database are wrong, or the user may not do
+            what is needed. ConnectionError: the text says what is wrong, also with a certificate.
     """
     glide = _import_glide(address.url)
     made: list[Any] = []
@@ -88,14 +43,19 @@ def connect(address: ValkeyAddress) -> ValkeyClient:
         for client in made:
             client.close()
         told = str(error).strip()
-        if any(word in told for word in _WRONG_LOGIN):
-            raise address.url.refuse(
-                "the server refuses user and password; give them in the URL or as LWKV_REMOTE_USER and "
-                "LWKV_REMOTE_PASSWORD"
-            ) from None
-        if any(word in told for word in _NOT_ALLOWED):
-            raise address.url.refuse("the server does not allow the user what docs/remote.md lists") from None
-        raise ConnectionError(f"{address.url} cannot be reached: {told}") from None
+        raise _failure(address, told) from None
+
+
+def _failure(address: ValkeyAddress, told: str) -> ConfigError | ConnectionError:
+    """What to raise where the client could not connect and `told` why, which mostly is that it timed out."""
+    if any(word in told for word in _WRONG_LOGIN):
+        return address.url.refuse(WRONG_LOGIN)
+    fault = find_fault(address)
+    if fault is not None and fault.is_setting:
+        return address.url.refuse(fault.text)
+    if any(word in told for word in _NOT_ALLOWED):
+        return address.url.refuse(NOT_ALLOWED)
+    return ConnectionError(f"{address.url} cannot be reached: {told if fault is None else fault.text}")
 
 
 def _import_glide(url: RemoteURL) -> Any:
@@ -138,7 +98,7 @@ def _create(glide: Any, address: ValkeyAddress, made: list[Any]) -> Any:
     return _noted(client, made).create(
         configuration(
             [glide.NodeAddress(host, port) for host, port in url.hosts],
-            use_tls=url.scheme in _TLS,
+            use_tls=address.is_encrypted,
             credentials=url.password and glide.ServerCredentials(url.password, url.user),
             request_timeout=int(1000 * address.timeout_s),
             # How often it tries to connect again, for as long as it lives: every 100 ms at first, then 800.

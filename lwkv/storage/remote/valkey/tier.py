@@ -19,13 +19,8 @@ import torch
 from lwkv.config.settings import Config
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage.remote.seal import MOST_SEAL_BYTES, seal_of
-from lwkv.storage.remote.valkey.client import (
-    RefusedError,
-    ValkeyClient,
-    WrongTypeError,
-    connect,
-    read_address,
-)
+from lwkv.storage.remote.valkey.address import read_address
+from lwkv.storage.remote.valkey.client import RefusedError, ValkeyClient, WrongTypeError, connect
 from lwkv.storage.remote.valkey.connections import Connections
 from lwkv.storage.remote.valkey.shards import Shard, Shards
 from lwkv.storage.tier import Status, TierSetup

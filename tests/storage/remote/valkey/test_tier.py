@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from storage.certificates import make_certificates, tls_options
 from storage.places import make_setup
 from storage.remote_place import ALL, LAYERS, PAGE_BYTES, Place, page_of
 from storage.rig import key
@@ -21,7 +20,6 @@ from storage.servers import (
     free_port,
     redis_program,
     redis_server,
-    require,
     require_client,
     running,
     tell,
@@ -33,7 +31,8 @@ from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.keys import LayerKey
 from lwkv.storage import Status
-from lwkv.storage.remote.valkey.client import ValkeyClient, connect, read_address
+from lwkv.storage.remote.valkey.address import read_address
+from lwkv.storage.remote.valkey.client import ValkeyClient, connect
 from lwkv.storage.remote.valkey.tier import examine, open_tier
 
 SECRET = "s3cret word"
@@ -367,26 +366,12 @@ def test_the_doctor_is_told_how_the_server_is(redis: Server) -> None:
 # Encrypted.
 
 
-def make_certificates(folder: Path) -> None:
-    """An authority, ca.pem, and what it vouches for: cert.pem with key.pem, of this machine."""
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
-    for command in (
-        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=lwkv-tests -keyout ca.key -out ca.pem",
-        "req -newkey rsa:2048 -nodes -subj /CN=localhost -keyout key.pem -out cert.csr",
-        "x509 -req -in cert.csr -CA ca.pem -CAkey ca.key -CAcreateserial -extfile names -out cert.pem",
-    ):
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
-
-
 @pytest.fixture
 def encrypted(tmp_path: Path) -> Iterator[Server]:
     """A server that talks TLS only, with those who have a certificate."""
     program, port = redis_program(), free_port()
-    require(shutil.which("openssl") is not None, "openssl")
     make_certificates(tmp_path)
-    files = ["--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-ca-cert-file", "ca.pem"]
-    ports = ["--port", "0", "--tls-port", str(port)]
-    server = Server([program, *REDIS_OPTIONS, *ports, *files], port, tmp_path)
+    server = Server([program, *REDIS_OPTIONS, *tls_options(port)], port, tmp_path)
     with running(server):
         yield server
 
@@ -399,15 +384,4 @@ def test_an_encrypted_server_is_used_with_authority_and_certificate(
     place = open_place(encrypted, f"{scheme}://127.0.0.1:{{port}}?{files}")
     place.store(1)
     assert place.load(1) == [ALL]
-    place.tier.close()
-
-
-@pytest.mark.parametrize("url", ["rediss://127.0.0.1:{port}", "redis://127.0.0.1:{port}"])
-def test_a_server_whose_authority_is_unknown_and_a_line_in_the_clear_are_not_used(
-    encrypted: Server, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = open_place(encrypted, f"{url}?connect_timeout_s=0.5")
-    assert "every chunk is a miss" in caplog.text
-    with pytest.raises(ConnectionError):
-        place.there(1)
     place.tier.close()
