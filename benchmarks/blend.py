@@ -157,7 +157,7 @@ class Desk:
         """Load all documents to where the prompt has them."""
         prompt = check_blend(self.request, self.engine.connector.num_slots)
         loads = [blender.segments.segment_load(prompt, segment, 0) for segment in prompt.segments]
-        for _ in retrieve_steps(blender.segments.retrieval(loads), True, list):
+        for _ in retrieve_steps(blender.segments.retrieval(loads), list):
             pass
 
     def recompute(self, blender: Blender, share: float) -> None:

@@ -195,7 +195,7 @@ class CacheEngine:
             ClosedError: the engine is closed.
         """
         requests = check_loads([Request(tokens, slot_mapping, mask, salts)], *self._limits(kvcaches))
-        return retrieve_steps(BatchRetrieval(requests, self._parts), sync, itemgetter(0))
+        return retrieve_steps(BatchRetrieval(requests, self._parts, sync), itemgetter(0))
 
     def store_layer(
         self,
@@ -228,11 +228,19 @@ class CacheEngine:
 
         Two of them may share the slots of a prefix that is the same in both, and no others.
         """
-        return retrieve_steps(BatchRetrieval(check_loads(requests, *self._limits()), self._parts), sync, list)
+        return retrieve_steps(self.retrieval(requests, sync), list)
 
     def store_batch(self, requests: Sequence[AnyRequest], sync: bool = True) -> Generator[None, None, None]:
         """As `store_layer`, for several requests merged into one transfer a layer."""
-        return store_steps(BatchStoring(check_stores(requests, *self._limits()), self._parts, sync))
+        return store_steps(self.storing(requests, sync))
+
+    def retrieval(self, requests: Sequence[Request], sync: bool = True) -> BatchRetrieval:
+        """What `retrieve_batch` goes through step by step, for callers that go from layer to layer."""
+        return BatchRetrieval(check_loads(requests, *self._limits()), self._parts, sync)
+
+    def storing(self, requests: Sequence[Request], sync: bool = True) -> BatchStoring:
+        """What `store_batch` goes through step by step, for callers that go from layer to layer."""
+        return BatchStoring(check_stores(requests, *self._limits()), self._parts, sync)
 
     def retrieve(self, tokens: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
         """Load all layers at once, in front of the current stream's next work; arguments as above."""

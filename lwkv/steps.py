@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lwkv.engine import CacheEngine
 from lwkv.errors import DEVICE_FAILURES
+from lwkv.pipeline.device_failures import DeviceFailuresTo
+from lwkv.pipeline.retrieval import BatchRetrieval
+from lwkv.pipeline.store import BatchStoring
 from lwkv.request import AnyRequest, as_requests
 from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
-
-ENDED = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class StepResult:
 
 
 class LayerSteps:
-    """Drives an engine's generators from hooks that come around each layer.
+    """Moves an engine's layers from hooks that come around each layer.
 
     The engine calls `begin`, `start_load_kv`, for each layer `wait_for_layer_load` before its attention and
     `save_kv_layer` after it, and `wait_for_save`. A hook may come twice, late, or not at all: hooks are
-    idempotent per layer, and `wait_for_save` ends the step in any case. What fails on the device is told by
+    idempotent per layer, and `wait_for_save` ends the step in any case. What fails on the device is in
     the step's result, never raised. For one thread, one step at a time.
 
     The hooks' `layer` is what the engine registered: the name of an entry of its KV caches, or the entry's
@@ -60,8 +60,8 @@ class LayerSteps:
         self._layer_of = engine.connector.layer_of
         self._owners = _owners(self._layer_of)
         self._throttle = LogThrottle(log)
-        self._load: Generator[Any, None, None] | None = None
-        self._store: Generator[None, None, None] | None = None
+        self._load: BatchRetrieval | None = None
+        self._store: BatchStoring | None = None
         self.begin((), ())
 
     def begin(self, loads: Sequence[AnyRequest], stores: Sequence[AnyRequest]) -> None:
@@ -71,16 +71,14 @@ class LayerSteps:
         that do not fit or are none, ClosedError for a closed engine, and then changes nothing.
         """
         loads, stores = as_requests(loads), as_requests(stores)
-        load = self._engine.retrieve_batch(loads, sync=self._layerwise) if loads else None
-        store = self._engine.store_batch(stores) if stores else None
+        load = self._engine.retrieval(loads, self._layerwise) if loads else None
+        store = self._engine.storing(stores) if stores else None
         for unfinished in (self._load, self._store):
             if unfinished is not None:
                 unfinished.close()
         self._load, self._store = load, store
         self._promised: list[int] = [0] * len(loads)
         self._masks = [torch.zeros(load.num_tokens, dtype=torch.bool) for load in loads]
-        self._loads_taken = 0
-        self._stores_taken = 0
         self._computed: set[int] = set()
         self._missed_wait = False
         self._result: StepResult | None = None
@@ -90,12 +88,14 @@ class LayerSteps:
 
         For an engine that has some work to do before `start_load_kv`, such as clearing blocks.
         """
-        self._advance_load(1)
+        if self._load is not None and not self._load.is_open:
+            with DeviceFailuresTo(self._give_up_load):
+                self._promised = self._load.open()
         return self._promised
 
     def start_load_kv(self) -> list[int]:
         """Queue the first layer of all loads, or in bulk all; return how many tokens of each will come."""
-        self._advance_load(2 if self._layerwise else self._num_layers + 2)
+        self._advance_load(0)
         return self._promised
 
     def wait_for_layer_load(self, layer: str | int) -> None:
@@ -108,7 +108,7 @@ class LayerSteps:
         """
         number = self._number(layer)
         if number is not None and self._load is not None:
-            self._advance_load(number + 3 if self._layerwise else self._num_layers + 2)
+            self._advance_load(number + 1)
 
     def save_kv_layer(self, layer: str | int) -> None:
         """Queue the save of `layer`, whose KV the current stream has been told to write.
@@ -123,16 +123,17 @@ class LayerSteps:
             return
         self._missed_wait |= not self._is_waited_for(number)
         self._computed.add(number)
-        while self._layerwise and self._store is not None and self._stores_taken in self._computed:
-            if self._next(self._store) is ENDED:
-                self._store = None
-            self._stores_taken += 1
+        while self._layerwise and self._store is not None and self._store.next_layer in self._computed:
+            try:  # as in `_advance_load`
+                self._store.advance(self._store.next_layer)
+            except DEVICE_FAILURES as error:
+                self._give_up_store(error)
 
     def wait_for_save(self) -> StepResult:
         """End the step: queue what is left, and make the current stream wait for all that is in flight."""
         if self._result is None:
             self._missed_wait |= not self._is_waited_for(self._num_layers - 1)
-            self._advance_load(self._num_layers + 2)
+            self._advance_load(self._num_layers)
             self._result = StepResult(self._masks, self._end_store())
         return self._result
 
@@ -148,39 +149,59 @@ class LayerSteps:
             return None
 
     def _is_waited_for(self, layer: int) -> bool:
-        return self._load is None or self._loads_taken >= layer + 3
+        return self._load is None or self._load.reached > layer
 
-    def _advance_load(self, steps: int) -> None:
-        while self._load is not None and self._loads_taken < steps:
-            item = self._next(self._load)
-            self._loads_taken += 1
-            if item is ENDED:
-                self._load = None
-            elif self._loads_taken == 1:
-                self._promised = item
-            elif self._loads_taken == self._num_layers + 2 and not self._missed_wait:
-                # Else some layer computed without its load: whatever came of it cannot be trusted.
-                self._masks = item
+    def _advance_load(self, layer: int) -> None:
+        """Have `layer` queued and the one before waited for; in bulk all, the last one included."""
+        load = self._load
+        if load is not None and not load.is_open:
+            self.look_up()
+            load = self._load
+        if load is None:
+            return
+        try:  # In between a model's layers a context manager would take as long as all the rest here.
+            if self._layerwise and layer < self._num_layers:
+                load.advance(layer)
+            else:
+                self._end_load(load)
+        except DEVICE_FAILURES as error:
+            self._give_up_load(error)
 
-    def _next(self, steps: Generator[Any, None, None]) -> Any:
-        """The next item; ENDED where there is none, and from a failure on, which gives everything back."""
-        try:
-            return next(steps, ENDED)
-        except DEVICE_FAILURES:
-            log.exception("a step's transfers have failed; they end here, and the model goes on without them")
-            return ENDED
+    def _end_load(self, load: BatchRetrieval) -> None:
+        masks = load.finish()
+        self._load = None
+        if not self._missed_wait:
+            # Else some layer computed without its load: whatever came of it cannot be trusted.
+            self._masks = masks
 
     def _end_store(self) -> bool:
         """Hand the stores on, if all that was promised has been loaded, or give them up."""
-        store, self._store = self._store, None
+        store = self._store
         if store is None:
             return False
         pairs = zip(self._masks, self._promised, strict=True)
         loaded = all(int(mask.sum()) == count for mask, count in pairs)
-        left = range(self._stores_taken, self._num_layers + 1)
-        stored = loaded and all(self._next(store) is not ENDED for _ in left)
-        store.close()
-        return stored
+        with DeviceFailuresTo(self._give_up_store):
+            (store.commit if loaded else store.close)()
+        went_through, self._store = self._store is store, None
+        return loaded and went_through
+
+    def _give_up_load(self, error: BaseException) -> None:
+        load, self._load = self._load, None
+        self._give_up(load, error)
+
+    def _give_up_store(self, error: BaseException) -> None:
+        store, self._store = self._store, None
+        self._give_up(store, error)
+
+    def _give_up(self, batch: BatchRetrieval | BatchStoring | None, error: BaseException) -> None:
+        """Go on without what was to go through in any case; everything of it is given back."""
+        log.error(
+            "a step's transfers have failed; they end here, and the model goes on without them",
+            exc_info=error,
+        )
+        if batch is not None:
+            batch.close()
 
 
 def _owners(layer_of: dict[str | int, int]) -> set[str | int]:

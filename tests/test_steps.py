@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -521,25 +521,56 @@ def fail(engine: CacheEngine, name: str, layer: int | None, monkeypatch: pytest.
     monkeypatch.setattr(connector, name, failing)
 
 
-@pytest.mark.parametrize("taken", range(LAYERS + 2))
-def test_a_generator_that_breaks_is_ended_and_the_hooks_go_on_without_it(
-    run: Run, taken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What fails there is absorbed below; should something get through, the model still goes on."""
+class Broken:
+    """A retrieval or a store that gets through `left` calls and then breaks; its end must be asked for."""
 
-    def broken(count: int) -> Generator[Any, None, None]:
-        for number in range(count):
-            yield [16] if number == 0 else None
+    is_open, reached, next_layer, closed = False, -1, 0, False
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def open(self) -> list[int]:
+        self._pass()
+        self.is_open = True
+        return [16]
+
+    def advance(self, layer: int) -> None:
+        while self.reached < layer:
+            self._pass()
+            self.reached, self.next_layer = self.reached + 1, self.next_layer + 1
+
+    def finish(self) -> list[torch.Tensor]:
+        self.advance(LAYERS)
         raise RuntimeError("broken, says the test")
 
-    monkeypatch.setattr(run.engine, "retrieve_batch", lambda loads, sync: broken(taken))
-    monkeypatch.setattr(run.engine, "store_batch", lambda stores: broken(min(taken, LAYERS)))
+    def commit(self) -> None:
+        self.finish()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _pass(self) -> None:
+        assert not self.closed, "what has ended must not be used"
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("broken, says the test")
+
+
+@pytest.mark.parametrize("left", range(LAYERS + 2))
+def test_a_batch_that_breaks_is_ended_and_the_hooks_go_on_without_it(
+    run: Run, left: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What fails there is absorbed below; should something get through, the model still goes on."""
+    broken = [Broken(left), Broken(min(left, LAYERS))]
+    monkeypatch.setattr(run.engine, "retrieval", lambda loads, sync: broken[0])
+    monkeypatch.setattr(run.engine, "storing", lambda stores: broken[1])
     run.steps.begin(run.loads, run.stores)
     run.steps.start_load_kv()
     run.forward(waits=2, saves=2)
     result = run.steps.wait_for_save()
     assert (len(result.loaded[0]), int(result.loaded[0].sum()), result.stored) == (20, 0, False)
     assert run.steps.wait_for_save() is result
+    assert [batch.closed for batch in broken] == [True, True]
     assert 1 <= len(caplog.records) <= 2
 
 

@@ -22,7 +22,6 @@ from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector, require_share
 from lwkv.blend.shared_prefix import SharedPrefix
 from lwkv.blend.shares import Shares, timed
-from lwkv.blend.waits import LayerWaits
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
 from lwkv.pipeline.retrieval import BatchRetrieval
@@ -145,10 +144,10 @@ class Blender:
             )
         prompt = self._checked(BlendRequest(np.concatenate([prefix, ids]), slots))
         layout = Layout(prompt, 0, np.zeros(len(prompt), bool))
-        with closing(self.segments.store(ids, prompt.slots[len(prefix) :], salts)) as store:
+        with closing(self.segments.storing(ids, prompt.slots[len(prefix) :], salts)) as storing:
             computation = BlendPass(self.model, self._rows, [layout], NoTokens(), 0.0)
-            computation.run(no_hook, lambda layer: next(store))
-            next(store)
+            computation.run(no_hook, storing.advance)
+            storing.commit()
 
     def prefill(self, requests: Sequence[BlendRequest]) -> list[Blended]:
         """Compute prompts together, each up to the logits of its last token.
@@ -236,10 +235,12 @@ class Blender:
         retrieval: BatchRetrieval,
     ) -> tuple[list[Blended], list[bool]]:
         """Compute while what is held is loaded; whether each load has brought all it promised."""
-        pace, waits = self._shares.new_pace(), LayerWaits(retrieval)
-        computed = computation.run(timed(waits.wait, pace))
+        pace, promised = self._shares.new_pace(), retrieval.open()
+        # A layer is waited for when the one behind it is queued.
+        computed = computation.run(timed(lambda layer: retrieval.advance(layer + 1), pace))
         pace.end()
-        arrived = waits.arrived()
+        masks = zip(retrieval.finish(), promised, strict=True)
+        arrived = [int(mask.sum()) == count for mask, count in masks]
         # What failed has waited as long as can be, and then did not load all of `work`.
         if all(arrived):
             self._shares.note(work, computed.row_layers, pace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,6 @@ from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.keys import ChunkKey, chunk_keys
-from lwkv.pipeline.generators import store_steps
 from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.pipeline.store import BatchStoring
 from lwkv.platforms import Event
@@ -120,7 +119,7 @@ class SegmentCache:
         return segment.start == 0 and not self.shared_prefix
 
     def retrieval(self, loads: Sequence[SegmentLoad], behind: Event | None = None) -> BatchRetrieval:
-        """What loads them, for `lwkv.pipeline.generators.retrieve_steps`; the caller closes it.
+        """What loads them; the caller closes it.
 
         Args:
             behind: as in `BufferConnector.begin_load`.
@@ -136,17 +135,15 @@ class SegmentCache:
                 Transfer.join(transfers), pages, shifts, in_place=True, behind=behind
             )
 
-        return BatchRetrieval([load.request for load in loads], parts, begin_load)
+        return BatchRetrieval([load.request for load in loads], parts, begin_load=begin_load)
 
-    def store(
-        self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()
-    ) -> Generator[None, None, None]:
-        """Store a segment that is being computed in `slots`, in num_layers + 1 steps; as `store_layer`."""
+    def storing(self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()) -> BatchStoring:
+        """What stores a segment that is being computed in `slots`; the caller closes it."""
         parts = self.engine.parts()
         request = Request(tokens, slots, salts=salts)
         checked = check_stores([request], self.connector.num_slots, self._chunking)
         keys = self.keys(tokens, salts)
-        return store_steps(BatchStoring(checked, replace(parts, keys_of=lambda _: keys), sync=True))
+        return BatchStoring(checked, replace(parts, keys_of=lambda _: keys))
 
 
 def _part(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from lwkv.connectors.loader import Load
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.pipeline.context import BatchContext
+from lwkv.pipeline.device_failures import DeviceFailuresTo
 from lwkv.pipeline.tier_pages import Flags, TierPages
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage import Hold, Missing
@@ -26,8 +27,8 @@ BeginLoad: TypeAlias = Callable[[list[Transfer], Int64s | None], Load]
 
 
 @dataclass(slots=True, eq=False)
-class Part:
-    """One request's share of the batch: the chunks held for it, whose first token is number `start`."""
+class HeldRequest:
+    """One request of the batch: the chunks held for it, whose first token is number `start`."""
 
     request: CheckedRequest
     start: int
@@ -36,82 +37,107 @@ class Part:
 
 
 class BatchRetrieval:
-    """Requests merged into one transfer a layer; `lwkv.pipeline.generators.retrieve_steps` drives it.
+    """Requests merged into one transfer a layer, and the cursor over their layers.
 
-    No method raises for a layer that does not arrive. A device that fails, or has no memory, ends the load of
-    all chunks. `_wanted` is the last layer that was to be queued; `_alive`, bool (chunks,), says which chunks
-    are not lost.
+    `open` looks up, `advance` goes from layer to layer, `finish` gives the masks; `close`, or dropping it,
+    gives up what is left. No method raises for a layer that does not arrive. A device that fails, or has no
+    memory, ends the load of all chunks.
 
     Args:
+        sync: make the current stream wait for each layer; False for the last one only, which comes after all.
         begin_load: given each request's transfer, and the pages as the connector's own, to say more of the
             load than which chunks it has.
+
+    Attributes:
+        reached: the layer of the last `advance`: it is queued, if it is there, and the one before waited for.
     """
+
+    is_open = _closed = False
 
     def __init__(
         self,
         requests: Sequence[CheckedRequest],
-        engine: BatchContext,
+        context: BatchContext,
+        sync: bool = True,
         begin_load: BeginLoad | None = None,
     ) -> None:
-        self.num_layers = engine.connector.num_layers
+        self.num_layers = context.connector.num_layers
+        self.reached = -1
         self._requests = requests
-        self._engine = engine
-        self._connector = engine.connector
-        self._config = engine.config
-        self._begin_load = begin_load or self._begin_joined
-        self._parts: list[Part] = []
+        self._context = context
+        self._connector = context.connector
+        self._config = context.config
+        self._sync = sync
+        self._begin_load = begin_load
+        self._held: list[HeldRequest] = []
         self._moved: list[int] | None = None
         self._load: Load | None = None
         self._queued = 0
-        self._wanted = -1
-        self._closed = False
+
+    def __del__(self) -> None:
+        self.close()
 
     def hold(self) -> list[int]:
         """Look up, pin and ask the tiers, once; return for each request how many tokens are to be loaded."""
         if self._moved is None:
             for request in self._requests:
-                self._parts.append(self._hold(request))
+                self._held.append(self._hold(request))
             if self._holds_any():
-                self._engine.completions.expect(self)
-            self._tier_pages = TierPages(self._engine, [part.hold for part in self._parts])
-            self._alive = np.ones(sum(len(part.hold.found) for part in self._parts), bool)
-            self._moved = [int((part.transfer.slots != NO_SLOT).sum()) for part in self._parts]
+                self._context.completions.expect(self)
+            self._tier_pages = TierPages(self._context, [held.hold for held in self._held])
+            # Which chunks are not lost.
+            self._alive = np.ones(sum(len(held.hold.found) for held in self._held), bool)
+            self._moved = [int((held.transfer.slots != NO_SLOT).sum()) for held in self._held]
             if any(self._moved):
                 self._tier_pages.ask_up_to(self._config.prefetch_layers)
         return self._moved
 
     def open(self) -> list[int]:
-        """Begin to load what is held, as `hold` returns it."""
+        """Begin to load what is held, as `hold` returns it; once."""
         moved = self.hold()
+        self.is_open = True
         if any(moved):
-            transfers = [part.transfer for part in self._parts]
-            self._load = self._try(self._begin_load, transfers, self._tier_pages.known)
+            with DeviceFailuresTo(self._give_up):
+                self._load = self._begin([held.transfer for held in self._held], self._tier_pages.known)
         asked = [request.slots[request.first :] != NO_SLOT for request in self._requests]
-        self._engine.counters.add("tokens_asked", sum(int(tokens.sum()) for tokens in asked))
+        self._context.counters.add("tokens_asked", sum(int(tokens.sum()) for tokens in asked))
         return moved
 
-    def queue(self, layer: int) -> None:
-        """Queue the loads up to `layer` that are there, and more where that keeps the link busy.
+    def advance(self, layer: int) -> None:
+        """Queue the layers up to `layer`, and make the current stream wait for those before it, if `sync`.
 
-        Never blocks.
+        A layer that is not there is left for later, when it is waited for: only then the host blocks, until
+        the tiers have brought it, or its time is over. More than `layer` is queued where that keeps the link
+        busy. Nothing is done a second time. For after `open`; `num_layers` is behind the last layer.
         """
-        self._wanted = layer
-        if self._load is not None and self._queued < self.num_layers:
-            self._try(self._queue_there, self._load)
+        while self.reached < layer:
+            self.reached += 1
+            load = self._load
+            if load is None:
+                continue
+            if self._queued < self.num_layers:
+                with DeviceFailuresTo(self._give_up):
+                    self._queue_there(load)
+            if self.reached == self.num_layers or (self._sync and self.reached):
+                with DeviceFailuresTo(self._give_up):
+                    late = self._queued < self.reached
+                    while self._queued < self.reached:
+                        self._queue_next(load)
+                    self._connector.wait_layer(load, self.reached - 1)
+                    if late:  # more may have arrived meanwhile, to travel while this layer computes
+                        self._queue_there(load)
 
-    def wait(self, layer: int) -> None:
-        """Make the current stream wait for `layer`, having queued what was left of the loads up to it.
+    def finish(self) -> list[torch.Tensor]:
+        """Advance behind the last layer and release everything.
 
-        Blocks the host until the tiers have brought these, or their time is over.
+        Returns:
+            for each request, bool (tokens,) on the host: True where every layer of the token was queued.
         """
-        if self._load is not None:
-            self._try(self._wait_for, self._load, layer)
-
-    def result(self) -> list[torch.Tensor]:
-        """For each request, bool (tokens,) on the host: True where every layer of the token was queued."""
-        parts = zip(self._parts, self._tier_pages.split(self._alive), strict=True)
-        masks = [_mask(part, alive) for part, alive in parts]
-        self._engine.counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
+        self.advance(self.num_layers)
+        pairs = zip(self._held, self._tier_pages.split(self._alive), strict=True)
+        masks = [_mask(held, alive) for held, alive in pairs]
+        self._context.counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
+        self.close()
         return masks
 
     def close(self) -> None:
@@ -130,7 +156,7 @@ class BatchRetrieval:
             failure = error
         finally:
             if self._holds_any():
-                self._engine.completions.submit(partial(self._end, failure), self)
+                self._context.completions.submit(partial(self._end, failure), self)
 
     def _end(self, failure: BaseException | None) -> None:
         """Give pages and tables back once the device is past them, or fails."""
@@ -138,47 +164,34 @@ class BatchRetrieval:
             if self._load is not None:
                 self._connector.end_load(self._load)
         finally:
-            for part in self._parts:
-                part.hold.release()
+            for held in self._held:
+                held.hold.release()
         if failure is not None:
             raise failure
 
     def _holds_any(self) -> bool:
-        return any(part.hold.found for part in self._parts)
+        return any(held.hold.found for held in self._held)
 
-    def _hold(self, request: CheckedRequest) -> Part:
-        first, engine = request.first // request.chunk_size, self._engine
-        hold = engine.storage.hold(engine.keys_of(request), first)
+    def _hold(self, request: CheckedRequest) -> HeldRequest:
+        first, context = request.first // request.chunk_size, self._context
+        hold = context.storage.hold(context.keys_of(request), first)
         transfer = request.loads(first, first + len(hold.found))
-        return Part(request, first * request.chunk_size, hold, transfer)
+        return HeldRequest(request, first * request.chunk_size, hold, transfer)
 
-    def _begin_joined(self, transfers: list[Transfer], pages: Int64s | None) -> Load:
+    def _begin(self, transfers: list[Transfer], pages: Int64s | None) -> Load:
+        if self._begin_load is not None:
+            return self._begin_load(transfers, pages)
         return self._connector.begin_load(Transfer.join(transfers), pages)
-
-    def _try(self, work: Callable[..., Any], *arguments: object) -> Any:
-        """What `work` returns; None where the device fails, which ends the load."""
-        try:
-            return work(*arguments)
-        except DEVICE_FAILURES as error:
-            self._give_up(error)
-            return None
 
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
-        self._tier_pages.ask_up_to(self._wanted + self._config.prefetch_layers)
+        wanted = min(self.reached, self.num_layers - 1)
+        self._tier_pages.ask_up_to(wanted + self._config.prefetch_layers)
         known = self._tier_pages.known is not None
-        ahead = self._connector.layers_ahead(load, self._wanted, known)
-        last = min(self._wanted + ahead, self.num_layers - 1)
+        ahead = self._connector.layers_ahead(load, wanted, known)
+        last = min(wanted + ahead, self.num_layers - 1)
         while self._queued <= last and self._tier_pages.are_there(self._queued):
             self._queue_next(load)
-
-    def _wait_for(self, load: Load, layer: int) -> None:
-        late = self._queued <= layer
-        while self._queued <= layer:
-            self._queue_next(load)
-        self._connector.wait_layer(load, layer)
-        if late:  # more may have arrived meanwhile, to travel while this layer computes
-            self._queue_there(load)
 
     def _queue_next(self, load: Load) -> None:
         layer = self._queued
@@ -211,8 +224,8 @@ class BatchRetrieval:
 
     def _count_lost(self, reason: str, num_chunks: int) -> None:
         if num_chunks:
-            self._engine.counters.add(f"load_failures_{reason.lower()}", num_chunks)
-            self._engine.counters.add("load_failures", num_chunks)
+            self._context.counters.add(f"load_failures_{reason.lower()}", num_chunks)
+            self._context.counters.add("load_failures", num_chunks)
 
     def _give_up(self, error: BaseException) -> None:
         """Load nothing more of any chunk, and trust nothing of what is on its way."""
@@ -228,8 +241,8 @@ class BatchRetrieval:
             self._connector.drop_chunks(self._load, np.zeros(chunks, bool))
 
 
-def _mask(part: Part, alive: Flags) -> torch.Tensor:
-    moved = np.repeat(alive, part.transfer.chunk_tokens) & (part.transfer.slots != NO_SLOT)
-    mask = np.zeros(len(part.request.ids), bool)
-    mask[part.start : part.start + len(moved)] = moved
+def _mask(held: HeldRequest, alive: Flags) -> torch.Tensor:
+    moved = np.repeat(alive, held.transfer.chunk_tokens) & (held.transfer.slots != NO_SLOT)
+    mask = np.zeros(len(held.request.ids), bool)
+    mask[held.start : held.start + len(moved)] = moved
     return torch.from_numpy(mask)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from lwkv.connectors.saver import Save
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.pipeline.context import BatchContext
+from lwkv.pipeline.device_failures import DeviceFailuresTo
 from lwkv.storage import Write
 from lwkv.storage.prefix_order import parents_of
 from lwkv.transfer import CheckedRequest, Transfer
@@ -20,52 +20,74 @@ log = logging.getLogger(__name__)
 
 
 class BatchStoring:
-    """Requests that are merged into one transfer a layer; `lwkv.pipeline.generators.store_steps` drives it.
+    """Requests that are merged into one transfer a layer, and the cursor over their layers.
 
-    A device that fails, or has no memory, ends the store, of which nothing is kept; it never raises.
+    `advance` goes from layer to layer behind the model, `commit` ends it; `close`, or dropping it, gives it
+    up. A device that fails, or has no memory, ends the store, of which nothing is kept; it never raises.
 
     Args:
         sync: wait for the current stream before each layer; False only if another store did for this step.
+
+    Attributes:
+        next_layer: the layer that is queued next, once it is computed.
     """
 
-    def __init__(self, requests: Sequence[CheckedRequest], engine: BatchContext, sync: bool) -> None:
-        self.num_layers = engine.connector.num_layers
+    _write: Write | None = None
+    _save: Save | None = None
+    _is_open = False
+
+    def __init__(self, requests: Sequence[CheckedRequest], context: BatchContext, sync: bool = True) -> None:
+        self.num_layers = context.connector.num_layers
+        self.next_layer = 0
         self._requests = requests
-        self._engine = engine
-        self._connector = engine.connector
+        self._context = context
+        self._connector = context.connector
         self._sync = sync
-        self._write: Write | None = None
-        self._save: Save | None = None
 
-    def open(self) -> None:
-        """Take pages for the new chunks of all requests, in all layers: for the first of them that fit."""
-        transfer = Transfer.join([request.saves() for request in self._requests])
-        new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
-        prompts = [self._engine.keys_of(request) for request in self._requests]
-        keys = [key for prompt in prompts for key in prompt]
-        parents = [parent for prompt in prompts for parent in parents_of(prompt)]
-        self._write = self._engine.storage.begin_write(keys, parents, np.flatnonzero(new).tolist())
-        if self._write is not None:
-            self._engine.completions.expect(self)
-            new[:] = False
-            new[self._write.positions] = True
-            moved = transfer if new.all() else transfer.only(new)
-            self._save = self._try(self._connector.begin_save, moved, self._write.pages, self._sync)
+    def __del__(self) -> None:
+        self.close()
 
-    def queue(self, layer: int) -> None:
-        """Queue the save of `layer`, which the current stream has just been told to compute."""
-        if self._save is not None:
-            self._try(self._connector.save_layer, self._save, layer)
+    def advance(self, layer: int) -> None:
+        """Queue the saves of the layers up to `layer`, which the current stream has been told to compute.
+
+        The first time, take pages for all layers of the new chunks: for the first of them that fit. Nothing
+        is done a second time.
+        """
+        if not self._is_open:
+            self._open()
+        while self.next_layer <= layer:
+            if self._save is not None:
+                with DeviceFailuresTo(self._give_up):
+                    self._connector.save_layer(self._save, self.next_layer)
+            self.next_layer += 1
 
     def commit(self) -> None:
-        """Make the chunks visible once their bytes have arrived."""
+        """Queue what is left, and make the chunks visible once their bytes have arrived."""
+        self.advance(self.num_layers - 1)
         if self._save is not None:
-            self._try(self._connector.finish_save, self._save)
+            with DeviceFailuresTo(self._give_up):
+                self._connector.finish_save(self._save)
         self._close(committed=True)
 
     def close(self) -> None:
         """Give up what was not committed once nothing is in flight; as for a retrieval."""
         self._close(committed=False)
+
+    def _open(self) -> None:
+        self._is_open = True
+        transfer = Transfer.join([request.saves() for request in self._requests])
+        new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
+        prompts = [self._context.keys_of(request) for request in self._requests]
+        keys = [key for prompt in prompts for key in prompt]
+        parents = [parent for prompt in prompts for parent in parents_of(prompt)]
+        self._write = self._context.storage.begin_write(keys, parents, np.flatnonzero(new).tolist())
+        if self._write is not None:
+            self._context.completions.expect(self)
+            new[:] = False
+            new[self._write.positions] = True
+            moved = transfer if new.all() else transfer.only(new)
+            with DeviceFailuresTo(self._give_up):
+                self._save = self._connector.begin_save(moved, self._write.pages, self._sync)
 
     def _close(self, committed: bool) -> None:
         write, save, failure = self._write, self._save, None
@@ -81,7 +103,7 @@ class BatchStoring:
         except DEVICE_FAILURES as error:
             failure = error
         finally:
-            self._engine.completions.submit(partial(self._end, write, save, committed, failure), self)
+            self._context.completions.submit(partial(self._end, write, save, committed, failure), self)
 
     def _end(self, write: Write, save: Save | None, committed: bool, failure: BaseException | None) -> None:
         """End the write and give the tables back once the device is past them.
@@ -98,12 +120,7 @@ class BatchStoring:
         if failure is not None:
             raise failure
 
-    def _try(self, work: Callable[..., Any], *arguments: object) -> Any:
-        """What `work` returns; None where the device fails, which ends the store."""
-        try:
-            return work(*arguments)
-        except DEVICE_FAILURES as error:
-            self._engine.counters.add("store_failures")
-            log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
-            self.close()
-            return None
+    def _give_up(self, error: BaseException) -> None:
+        self._context.counters.add("store_failures")
+        log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
+        self.close()

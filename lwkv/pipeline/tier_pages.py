@@ -24,8 +24,8 @@ class TierPages:
         known: all pages, int64 (layers, chunks), where no tier has to be asked for any; else None.
     """
 
-    def __init__(self, engine: BatchContext, holds: Sequence[Hold]) -> None:
-        self._engine = engine
+    def __init__(self, context: BatchContext, holds: Sequence[Hold]) -> None:
+        self._context = context
         self._holds = holds
         self._futures: list[list[Future[LayerPages]]] = []
         self._deadlines: list[float] = []
@@ -37,10 +37,10 @@ class TierPages:
         """Ask the tiers for all layers up to this one that they were not asked for yet; never blocks."""
         if self.known is not None:
             return
-        engine = self._engine
-        layers = range(len(self._futures), min(layer + 1, engine.connector.num_layers))
-        self._deadlines += [engine.clock() + engine.config.load_timeout_s] * len(layers)
-        asked = [engine.storage.layerwise_batched_get(hold, layers) for hold in self._holds]
+        context = self._context
+        layers = range(len(self._futures), min(layer + 1, context.connector.num_layers))
+        self._deadlines += [context.clock() + context.config.load_timeout_s] * len(layers)
+        asked = [context.storage.layerwise_batched_get(hold, layers) for hold in self._holds]
         self._futures += map(list, zip(*asked, strict=True))
 
     def are_there(self, layer: int) -> bool:
@@ -55,9 +55,9 @@ class TierPages:
         """
         futures = self._futures[layer]
         if not all(future.done() for future in futures):
-            parts = zip(futures, self._holds, self.split(alive), strict=True)
-            needed = [future for future, hold, wanted in parts if (wanted & ~hold.in_host).any()]
-            wait(needed, waitable(self._deadlines[layer] - self._engine.clock()))
+            asked = zip(futures, self._holds, self.split(alive), strict=True)
+            needed = [future for future, hold, wanted in asked if (wanted & ~hold.in_host).any()]
+            wait(needed, waitable(self._deadlines[layer] - self._context.clock()))
         return np.concatenate(
             [
                 future.result().pages if future.done() else hold.host_pages(layer)

@@ -34,9 +34,14 @@ class Recorder:
             self.calls.append((name, *arguments))
             if self.calls[-1] == self._broken:
                 raise BrokenLayerError
-            return {"open": [7, 5], "result": [torch.ones(3), torch.zeros(2)]}.get(name)
+            return {"open": [7, 5], "finish": [torch.ones(3), torch.zeros(2)]}.get(name)
 
         return call
+
+    def finish(self) -> list[torch.Tensor]:
+        masks: list[torch.Tensor] = self.__getattr__("finish")()
+        self.close()
+        return masks
 
     def close(self) -> None:
         if not self._closed:
@@ -50,9 +55,9 @@ def calls_of_step(recorder: Recorder, steps: Generator[Any, None, None]) -> list
     return recorder.calls[before:]
 
 
-@given(LAYERS, st.booleans())
-def test_retrieving_takes_two_steps_more_than_there_are_layers(num_layers: int, sync: bool) -> None:
-    steps = list(retrieve_steps(Recorder(num_layers), sync, itemgetter(0)))
+@given(LAYERS)
+def test_retrieving_takes_two_steps_more_than_there_are_layers(num_layers: int) -> None:
+    steps = list(retrieve_steps(Recorder(num_layers), itemgetter(0)))
     assert len(steps) == num_layers + 2
     assert steps[0] == 7
     assert steps[1:-1] == [None] * num_layers
@@ -60,7 +65,7 @@ def test_retrieving_takes_two_steps_more_than_there_are_layers(num_layers: int, 
 
 
 def test_a_batch_gets_a_list_in_the_first_step_and_in_the_last() -> None:
-    steps = list(retrieve_steps(Recorder(2), True, list))
+    steps = list(retrieve_steps(Recorder(2), list))
     assert steps[0] == [7, 5]
     assert [len(mask) for mask in steps[-1]] == [3, 2]
 
@@ -70,27 +75,21 @@ def test_storing_takes_one_step_more_than_there_are_layers(num_layers: int) -> N
     assert list(store_steps(Recorder(num_layers))) == [None] * (num_layers + 1)
 
 
-def test_a_step_queues_its_layer_before_the_model_waits_for_the_one_before() -> None:
+def test_each_step_of_a_retrieval_advances_by_a_layer() -> None:
     recorder = Recorder(3)
-    steps = retrieve_steps(recorder, True, list)
+    steps = retrieve_steps(recorder, list)
     assert [calls_of_step(recorder, steps) for _ in range(5)] == [
         [("open",)],
-        [("queue", 0)],
-        [("queue", 1), ("wait", 0)],
-        [("queue", 2), ("wait", 1)],
-        [("wait", 2), ("result",), ("close",)],
+        [("advance", 0)],
+        [("advance", 1)],
+        [("advance", 2)],
+        [("finish",), ("close",)],
     ]
-
-
-def test_without_sync_the_model_waits_for_the_last_layer_only() -> None:
-    recorder = Recorder(3)
-    list(retrieve_steps(recorder, False, list))
-    assert [call for call in recorder.calls if call[0] == "wait"] == [("wait", 2)]
 
 
 def test_the_last_step_has_released_everything_when_it_yields() -> None:
     recorder = Recorder(1)
-    steps = retrieve_steps(recorder, True, list)
+    steps = retrieve_steps(recorder, list)
     for _ in range(3):
         next(steps)
     assert recorder.calls[-1] == ("close",)
@@ -100,8 +99,8 @@ def test_a_layer_is_saved_in_the_step_after_it_was_computed_and_all_are_committe
     recorder = Recorder(2)
     steps = store_steps(recorder)
     assert [calls_of_step(recorder, steps) for _ in range(3)] == [
-        [("open",), ("queue", 0)],
-        [("queue", 1)],
+        [("advance", 0)],
+        [("advance", 1)],
         [("commit",)],
     ]
     assert next(steps, "ended") == "ended"
@@ -114,7 +113,7 @@ def test_closing_early_at_any_step_closes_and_commits_nothing(
 ) -> None:
     recorder = Recorder(num_layers)
     steps: Generator[Any, None, None]
-    steps = store_steps(recorder) if storing else retrieve_steps(recorder, True, list)
+    steps = store_steps(recorder) if storing else retrieve_steps(recorder, list)
     taken = data.draw(st.integers(1, num_layers))
     for _ in range(taken):
         next(steps)
@@ -125,12 +124,12 @@ def test_closing_early_at_any_step_closes_and_commits_nothing(
 
 def test_closing_before_the_first_step_opens_nothing() -> None:
     recorder = Recorder(2)
-    retrieve_steps(recorder, True, list).close()
+    retrieve_steps(recorder, list).close()
     store_steps(recorder).close()
     assert recorder.calls == []
 
 
-@pytest.mark.parametrize("broken", [("open",), ("queue", 0), ("queue", 2), ("commit",)], ids=str)
+@pytest.mark.parametrize("broken", [("advance", 0), ("advance", 2), ("commit",)], ids=str)
 def test_an_error_while_storing_closes_and_is_passed_on(broken: tuple[Any, ...]) -> None:
     recorder = Recorder(3, broken)
     with pytest.raises(BrokenLayerError):
@@ -138,9 +137,9 @@ def test_an_error_while_storing_closes_and_is_passed_on(broken: tuple[Any, ...])
     assert recorder.calls[-1] == ("close",)
 
 
-@pytest.mark.parametrize("broken", [("open",), ("queue", 1), ("wait", 0), ("wait", 2), ("result",)], ids=str)
+@pytest.mark.parametrize("broken", [("open",), ("advance", 0), ("advance", 2), ("finish",)], ids=str)
 def test_an_error_while_retrieving_closes_and_is_passed_on(broken: tuple[Any, ...]) -> None:
     recorder = Recorder(3, broken)
     with pytest.raises(BrokenLayerError):
-        list(retrieve_steps(recorder, True, list))
+        list(retrieve_steps(recorder, list))
     assert recorder.calls[-1] == ("close",)
