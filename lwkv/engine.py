@@ -18,7 +18,7 @@ from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.config.settings import Config
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
 from lwkv.errors import ClosedError, ConfigError
-from lwkv.keys import ChunkKey, as_salts, make_namespace
+from lwkv.keys import ChunkKey, as_salts, as_token_ids, make_namespace
 from lwkv.layouts.registered_caches import device_of
 from lwkv.layouts.registration import Registration
 from lwkv.metadata import CacheMetadata
@@ -36,7 +36,6 @@ from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_level import follow_log_level
 from lwkv.telemetry.prometheus import prometheus_text
 from lwkv.telemetry.timeline import Timeline
-from lwkv.token_ids import as_token_ids
 from lwkv.transfer import Chunking
 
 __all__ = ["CacheEngine", "Request"]

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from lwkv.errors import RequestError
 from lwkv.metadata import CacheMetadata
-from lwkv.token_ids import TokenIds, as_token_ids
+from lwkv.platforms.protocol import Int64s
 
 FORMAT_VERSION = 1
 """Goes up when the bytes of a page, or what a key is made of, change: older pages are never found then."""
@@ -24,6 +29,9 @@ FORMAT_VERSION = 1
 _SLUG_CHARS = 48
 HASH_BYTES = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ANY_IDS = "a list, tuple, range, 1-D integer array, or 1-D int32 or int64 tensor of ids from 0 to 2**63 - 1"
+
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | torch.Tensor"
 
 
 class ChunkKey(NamedTuple):
@@ -109,12 +117,45 @@ def chunk_keys(
     return keys
 
 
+def as_token_ids(tokens: TokenIds) -> Int64s:
+    """Give token ids as int64, (T,), on the host; the same ids give the same array whatever they came in.
+
+    An int64 array, or CPU tensor, is not copied. A tensor on a device blocks the host until it is here.
+
+    Raises:
+        RequestError: anything else: floats, bools, text, not one dimension, a negative or too large id.
+    """
+    ids = _to_array(tokens)
+    if ids.ndim != 1:
+        raise RequestError(f"token ids: got shape {ids.shape}; allowed: {_ANY_IDS}")
+    if ids.size and int(ids.min()) < 0:
+        raise RequestError(f"token ids: got {int(ids.min())}, or an id above 2**63 - 1; allowed: {_ANY_IDS}")
+    return ids
+
+
 def as_salts(salts: Any) -> tuple[str, ...]:
     """Give salts as they are compared. Raises RequestError for anything but a list or tuple of texts."""
     # A text is a sequence of texts too, and never meant as one.
     if not isinstance(salts, list | tuple) or not all(isinstance(salt, str) for salt in salts):
         raise RequestError(f"salts: got {salts!r}; allowed: a list or tuple of texts")
     return tuple(salts)
+
+
+def _to_array(tokens: object) -> Int64s:
+    if isinstance(tokens, torch.Tensor) and tokens.dtype in (torch.int32, torch.int64):
+        tokens = tokens.cpu().numpy()
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
+        return tokens.astype(np.int64, copy=False)
+    got = type(tokens).__name__
+    if isinstance(tokens, torch.Tensor | np.ndarray):
+        got += f" of {tokens.dtype}"
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes | bytearray | memoryview):
+        kinds = set(map(type, tokens))
+        if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
+            with suppress(OverflowError):
+                return np.array(tokens, dtype=np.int64)
+        got += f" of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    raise RequestError(f"token ids: got {got}; allowed: {_ANY_IDS}")
 
 
 def _encode(parts: Iterable[str]) -> bytes:

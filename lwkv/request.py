@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 
 from lwkv.errors import RequestError
-from lwkv.keys import ChunkKey, as_salts
+from lwkv.keys import ChunkKey, as_salts, as_token_ids
 from lwkv.platforms.protocol import Int64s
-from lwkv.token_ids import as_token_ids
 from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, joined
 
 

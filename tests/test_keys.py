@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 import lwkv
 import lwkv.keys
 from lwkv.errors import RequestError
-from lwkv.keys import ChunkKey, LayerKey, chunk_keys, make_namespace
+from lwkv.keys import ChunkKey, LayerKey, as_token_ids, chunk_keys, make_namespace
 from lwkv.metadata import CacheMetadata
-from lwkv.token_ids import as_token_ids
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "keys.json").read_text())
 METADATA = CacheMetadata("org/Model-7B", 3, 2, 5, torch.bfloat16, tp_size=2, tp_rank=1, pp_size=2, pp_rank=1)

@@ -24,8 +24,8 @@ from lwkv.blend.shared_prefix import SharedPrefix
 from lwkv.blend.shares import Shares, timed
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
+from lwkv.keys import TokenIds, as_token_ids
 from lwkv.pipeline.retrieval import BatchRetrieval
-from lwkv.token_ids import TokenIds, as_token_ids
 
 # So often a batch is begun with loads, each time without what failed before; then all of it is computed.
 MOST_TRIES = 3

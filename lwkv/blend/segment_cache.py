@@ -14,13 +14,12 @@ from lwkv.connectors.buffer import BufferConnector
 from lwkv.connectors.loader import Load
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
-from lwkv.keys import ChunkKey, chunk_keys
+from lwkv.keys import ChunkKey, TokenIds, chunk_keys
 from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.pipeline.store import BatchStoring
 from lwkv.platforms import Event
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import Request, check_stores
-from lwkv.token_ids import TokenIds
 from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, Transfer
 
 NAMESPACE = "segment"

@@ -8,8 +8,8 @@ import numpy as np
 
 from lwkv.blend.request import Segment
 from lwkv.errors import ConfigError
+from lwkv.keys import TokenIds, as_token_ids
 from lwkv.platforms.protocol import Int64s
-from lwkv.token_ids import TokenIds, as_token_ids
 
 Encode = Callable[[str], Sequence[int]]
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from lwkv.blend.segments import Encode, added_ids
 from lwkv.errors import ConfigError
-from lwkv.token_ids import TokenIds, as_token_ids
+from lwkv.keys import TokenIds, as_token_ids
 
 # docs/blending.md has its figures, beside none and a chat's own beginning.
 DEFAULT_TEXT = (

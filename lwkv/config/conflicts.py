@@ -5,19 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
 from lwkv.config.messages import Origins, shown
-from lwkv.config.values import CHECK_LAYERS, RECOMPUTE_RATIOS
+from lwkv.config.values import CHECK_LAYERS, RECOMPUTE_RATIOS, ExtraConfig
 from lwkv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lwkv.config.settings import Config
 
 Conflict = tuple[tuple[str, ...], str]
 
 
-def refuse_conflicts(config: Config, origins: Origins) -> None:
+class Settings(Protocol):
+    """What is looked at of a `Config`, whose module imports this one."""
+
+    enable_blending: bool
+    use_layerwise: bool
+    use_gpu: bool
+    blend_check_layers: tuple[int, ...] | None
+    blend_recompute_ratios: tuple[float, ...] | None
+    local_cpu: bool
+    local_disk: str | None
+    remote_url: str | None
+    write_policy: Literal["write_through", "write_back"]
+    extra_config: ExtraConfig
+
+    @property
+    def max_host_bytes(self) -> int: ...
+
+    @property
+    def max_disk_bytes(self) -> int: ...
+
+    @property
+    def reserve_bytes(self) -> int: ...
+
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+def refuse_conflicts(config: Settings, origins: Origins) -> None:
     """Raise ConfigError naming every contradiction: the keys, their values and where they came from."""
     lines = [
         f"{' and '.join(_told(config, key, origins) for key in keys)}: {advice}"
@@ -27,13 +51,13 @@ def refuse_conflicts(config: Config, origins: Origins) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _told(config: Config, key: str, origins: Origins) -> str:
+def _told(config: Settings, key: str, origins: Origins) -> str:
     field = key.split(".")[0]
     unnamed = "argument" if field in config.model_fields_set else "default"
     return f"{key}={shown(attrgetter(key)(config))} ({origins.get(field, unnamed)})"
 
 
-def _blending(config: Config) -> Iterator[Conflict]:
+def _blending(config: Settings) -> Iterator[Conflict]:
     if not config.enable_blending:
         return
     if not config.use_layerwise:
@@ -57,7 +81,7 @@ def _ratios(layers: int, given: tuple[float, ...] | None) -> Iterator[Conflict]:
         yield ("blend_recompute_ratios",), "the last is what is computed; let it be above 0, or all be 0"
 
 
-def _staging(config: Config) -> Iterator[Conflict]:
+def _staging(config: Settings) -> Iterator[Conflict]:
     if not config.use_gpu and "staging_bytes" in config.extra_config.model_fields_set:
         yield (
             ("use_gpu", "extra_config.staging_bytes"),
@@ -65,7 +89,7 @@ def _staging(config: Config) -> Iterator[Conflict]:
         )
 
 
-def _tiers(config: Config) -> Iterator[Conflict]:
+def _tiers(config: Settings) -> Iterator[Conflict]:
     if config.max_host_bytes == 0:
         advice = "pages are in host memory, if only on their way; give it a size above 0"
         yield ("local_cpu", "max_local_cpu_size"), advice
