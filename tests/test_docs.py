@@ -29,6 +29,8 @@ HOMES = {
     "Saver": "lwkv.connectors.saver",
     "PagedConnector": "lwkv.connectors.paged",
     "BufferConnector": "lwkv.connectors.buffer",
+    "BufferedLoader": "lwkv.connectors.buffered_load",
+    "InPlaceLoader": "lwkv.connectors.turned_load",
     "StorageManager": "lwkv.storage.manager",
 }
 

@@ -158,24 +158,25 @@ def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
     connector: Any = engine.connector
     with pytest.MonkeyPatch.context() as monkeypatch:
         if place == "begin":
-            for name in ("begin_load", "begin_save"):
-                monkeypatch.setattr(connector, name, refuse(torch.OutOfMemoryError))
+            monkeypatch.setattr(connector.loader, "begin_load", refuse(torch.OutOfMemoryError))
+            monkeypatch.setattr(connector.saver, "begin_save", refuse(torch.OutOfMemoryError))
         elif place == "end":
             # Of a store whose end cannot be waited for nobody gets the pages: that is a test of its own.
-            monkeypatch.setattr(connector, "end_load", refuse(RuntimeError))
+            monkeypatch.setattr(connector.loader, "end_load", refuse(RuntimeError))
         elif place == "leave":
-            for name in ("leave_load", "leave_save"):
-                monkeypatch.setattr(connector, name, refuse(RuntimeError))
+            monkeypatch.setattr(connector.loader, "leave_load", refuse(RuntimeError))
+            monkeypatch.setattr(connector.saver, "leave_save", refuse(RuntimeError))
         elif place == "table":
             monkeypatch.setattr(RowTables, "send", take_table_and_fail)
         elif place == "pinned table":
             monkeypatch.setattr(RowTables, "new_table", refuse(MemoryError))
         elif place == "second layer":
-            for name in ("load_layer", "save_layer"):
-                monkeypatch.setattr(connector, name, refuse_second(getattr(connector, name)))
+            for half, name in ((connector.loader, "load_layer"), (connector.saver, "save_layer")):
+                monkeypatch.setattr(half, name, refuse_second(getattr(half, name)))
         elif place is not None:
             layer = int(place.split()[-1])
-            monkeypatch.setattr(connector, "wait_layer", refuse_layer(connector.wait_layer, layer))
+            wait_layer = connector.loader.wait_layer
+            monkeypatch.setattr(connector.loader, "wait_layer", refuse_layer(wait_layer, layer))
         yield
 
 
@@ -778,7 +779,7 @@ def test_a_wait_that_fails_is_a_miss_in_as_many_steps_and_nothing_stays_held(
 def test_a_store_whose_end_cannot_be_waited_for_gives_its_pages_to_nobody(oracle: Oracle) -> None:
     engine = oracle.engine(CHUNK)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(engine.connector, "end_save", refuse(RuntimeError))
+        monkeypatch.setattr(engine.connector.saver, "end_save", refuse(RuntimeError))
         oracle.compute(prompt(1, 16), run_slots(0, 16))
         engine.store(prompt(1, 16), slot_mapping=run_slots(0, 16))
         assert engine.flush()

@@ -373,14 +373,14 @@ def bulk(oracle: Oracle) -> Iterator[Run]:
 def calls_of(engine: CacheEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What is queued and waited for from here on, with its layer."""
     calls: list[tuple[str, int]] = []
-    connector: Any = engine.connector
-    for name in ("load_layer", "wait_layer", "save_layer"):
+    loader, saver = engine.connector.loader, engine.connector.saver
+    for half, name in ((loader, "load_layer"), (loader, "wait_layer"), (saver, "save_layer")):
 
         def record(batch: Any, layer: int, *rest: Any, name: str = name, call: Any = None) -> None:
             calls.append((name, layer))
             call(batch, layer, *rest)
 
-        monkeypatch.setattr(connector, name, partial(record, name=name, call=getattr(connector, name)))
+        monkeypatch.setattr(half, name, partial(record, name=name, call=getattr(half, name)))
     return calls
 
 
@@ -404,7 +404,7 @@ def test_in_bulk_the_start_queues_and_waits_for_all_layers_and_the_end_saves_all
 
 def test_layer_by_layer_each_hook_moves_its_layer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(run.engine, monkeypatch)
-    monkeypatch.setattr(run.engine.connector, "layers_ahead", lambda load, layer, known: 0)
+    monkeypatch.setattr(run.engine.connector.loader, "layers_ahead", lambda load, layer, known: 0)
     run.steps.begin(run.loads, run.stores)
     assert run.steps.look_up() == run.steps.start_load_kv()
     assert calls == [("load_layer", 0)]
@@ -509,16 +509,16 @@ def test_a_store_that_fails_on_the_device_keeps_nothing_and_no_hook_raises(
 
 
 def fail(engine: CacheEngine, name: str, layer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a call of the connector raise, for one layer or whatever it is for."""
-    connector: Any = engine.connector
-    call = getattr(connector, name)
+    """Let a call of the loader or the saver raise, for one layer or whatever it is for."""
+    half: Any = engine.connector.saver if "save" in name else engine.connector.loader
+    call = getattr(half, name)
 
     def failing(batch: Any, number: Any, *rest: Any) -> Any:
         if layer is None or number == layer:
             raise RuntimeError("the device is lost, says the test")
         return call(batch, number, *rest)
 
-    monkeypatch.setattr(connector, name, failing)
+    monkeypatch.setattr(half, name, failing)
 
 
 class Broken:
@@ -631,7 +631,7 @@ def test_a_step_with_nothing_to_move_uses_neither_device_nor_tiers_nor_hashes(
     """What decoding pays for each token, whatever the number of layers."""
     for name in ("_storage", "_prompt_keys", "_pool", "_completions", "_parts"):
         monkeypatch.setattr(run.engine, name, Untouched())
-    for name in ("platform", "_load_lane", "_save_lane", "kernels"):
+    for name in ("platform", "loader", "saver", "kernels"):
         monkeypatch.setattr(run.engine.connector, name, Untouched())
     run.steps.begin([], [])
     assert run.steps.start_load_kv() == []
@@ -644,7 +644,7 @@ def test_a_step_with_nothing_to_move_uses_neither_device_nor_tiers_nor_hashes(
 def test_a_prompt_that_is_not_cached_uses_nothing_of_the_device(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("platform", "_load_lane", "kernels"):
+    for name in ("platform", "loader", "kernels"):
         monkeypatch.setattr(run.engine.connector, name, Untouched())
     run.steps.begin([Request(FRESH, INTO)], [])
     assert run.steps.start_load_kv() == [0]

@@ -121,7 +121,7 @@ class SegmentCache:
         """What loads them; the caller closes it.
 
         Args:
-            behind: as in `BufferConnector.begin_load`.
+            behind: as in `InPlaceLoader.begin_load`.
         """
         keys = {id(load.request): load.keys for load in loads}
         parts = replace(self.engine.parts(), keys_of=lambda request: keys[id(request)])
@@ -129,12 +129,11 @@ class SegmentCache:
         def begin_load(transfers: list[Transfer], pages: Int64s | None) -> Load:
             shift, lengths = [load.shift for load in loads], [len(part.slots) for part in transfers]
             shifts = np.repeat(np.array(shift, np.int64), lengths) if any(shift) else None
-            # What computes reads and writes the engine's blocks.
-            return self.connector.begin_load(
-                Transfer.join(transfers), pages, shifts, in_place=True, behind=behind
-            )
+            return loader.begin_load(Transfer.join(transfers), pages, shifts, behind)
 
-        return BatchRetrieval([load.request for load in loads], parts, begin_load=begin_load)
+        # What computes reads and writes the engine's blocks.
+        loader = self.connector.in_place
+        return BatchRetrieval([load.request for load in loads], parts, loader=loader, begin_load=begin_load)
 
     def storing(self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()) -> BatchStoring:
         """What stores a segment that is being computed in `slots`; the caller closes it."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lwkv.connectors.lane import Lane, StagingBuffer
-from lwkv.connectors.transfer_plan import Plan, Slice
+from lwkv.connectors.transfer_plan import FIRST_LAYERS, Plan, Plans, Slice
 from lwkv.layouts.paged_layer import PagedLayer
-from lwkv.layouts.registered_caches import Caches
 from lwkv.platforms import Event, Int64s, Stream
 from lwkv.telemetry.timeline import Recording, Timeline
+from lwkv.transfer import Transfer
+
+MOST_COPIES = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +29,7 @@ class Load:
     Attributes:
         lane: what the batch is queued on, up to its end.
         arrived: layer i's event, None until the layer is queued.
-        fetched: buffers that were filled ahead, in order; another batch may have filled them anew.
+        prefilled: buffers that were filled ahead, in order; another batch may have filled them anew.
         recordings: of the layers whose copies are queued, by layer, until their kernels are.
         stream: the current one of the batch's last step.
         is_ordered: whether kernels wait for whoever used the blocks before.
@@ -35,42 +39,93 @@ class Load:
     lane: Lane
     plan: Plan
     arrived: list[Event | None]
-    fetched: deque[StagingBuffer] = field(default_factory=deque)
+    prefilled: deque[StagingBuffer] = field(default_factory=deque)
     recordings: dict[int, Recording] = field(default_factory=dict)
     stream: Stream = None
     is_ordered: bool = False
     not_waited_for: Event | None = None
 
 
-class Loader(Caches):
-    """The loading side of a connector; the host never waits for the device here, but in `end_load`."""
+LoadT = TypeVar("LoadT", bound=Load)
 
-    _timeline: Timeline
 
-    def load_layer(self, load: Load, layer: int, pages: Int64s) -> None:
-        """Queue one layer, unless it was queued with one before: those that share staging come by one kernel.
+class Loader(ABC, Generic[LoadT]):
+    """The loading side of a connector; the host never waits for the device here, but in `end_load`.
 
-        `pages` are int64 (chunks,), in use until `end_load` has returned; those given to `begin_load` count.
+    A kind of load, `LoadT`, is begun by a loader of its own, which is given it back for all else.
+
+    Args:
+        lookahead_layers: layers that are queued before the model asks for them, where they come from lower
+            tiers; with 0 none, also where they are in host memory.
+    """
+
+    def __init__(self, plans: Plans, lane: Lane, timeline: Timeline, lookahead_layers: int) -> None:
+        self.lane = lane
+        self._plans = plans
+        self._platform, self._device, self._layers = plans.platform, plans.device, plans.layers
+        self._num_layers = len(plans.layers)
+        self._timeline = timeline
+        self._lookahead_layers = lookahead_layers
+
+    @abstractmethod
+    def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> LoadT:
+        """Start a batch of loads; nothing is written to the slots of `transfer` before a layer is queued.
+
+        What is written comes behind what the current stream holds when the first layer is queued.
+
+        Give the pages, int64 (layers, chunks), where all are known: the first copies are then queued at once.
         """
-        if load.arrived[layer] is None:
-            layers = self._together(load, layer)
-            self._queue_load(load, layers, self.layers[layers.start : layers.stop], pages)
 
-    def drop_chunks(self, load: Load, kept: npt.NDArray[np.bool_]) -> None:
+    def layers_ahead(self, load: LoadT, layer: int, known: bool) -> int:
+        """How many layers behind `layer` are queued with it; `known` where all pages are in host memory.
+
+        The first copies are under way when the model is to be launched, which must not be kept waiting. Where
+        all are known, more each time: the model's own code makes ours slow, and several in a row take little
+        more than one. But a driver whose queue is full makes the host wait.
+        """
+        if not (known and self._lookahead_layers):
+            return self._lookahead_layers if layer >= FIRST_LAYERS else 0
+        return min(1 << 2 * layer, max(8, MOST_COPIES // max(load.plan.num_slices, 1))) - 1
+
+    def load_layer(self, load: LoadT, layer: int, pages: Int64s) -> None:
+        """Queue copy and kernel of one layer, and of those behind it that share its staging.
+
+        One that was queued with a layer before is not queued again. `pages` are int64 (chunks,), in use until
+        `end_load` has returned; those given to `begin_load` count.
+        """
+        if load.arrived[layer] is not None:
+            return
+        lane, load.stream = load.lane, self._platform.current_stream(self._device)
+        if not load.is_ordered:
+            self._wait_for_readers(load)
+            load.is_ordered = True
+        layers = self._layers_from(load, layer)
+        targets = self._targets(load, layers)
+        for number, piece in enumerate(load.plan.slices(targets[0])):
+            buffer = load.prefilled.popleft() if load.prefilled else None
+            if buffer is None or buffer.holds != (load.plan, layers, number):
+                buffer = self._fill(load, layers, number, targets[0], pages)
+            lane.pass_on(buffer)
+            if piece.first_row < piece.last_row:
+                self._scatter(load, targets, buffer.memory, piece)
+            lane.take_back(buffer)
+        self._mark_arrived(load, layers)
+
+    def drop_chunks(self, load: LoadT, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
         load.plan = load.plan.only(kept)
 
-    def wait_layer(self, load: Load, layer: int) -> None:
+    def wait_layer(self, load: LoadT, layer: int) -> None:
         """Make the current stream wait for a layer that has been queued."""
         event = load.arrived[layer]
         if event is None:
             raise RuntimeError(f"layer {layer} is waited for but was never queued")
-        load.stream = self.platform.current_stream(self.device)
+        load.stream = self._platform.current_stream(self._device)
         self._let_wait(load.stream, event)
         if event is load.not_waited_for:
             load.not_waited_for = None
 
-    def leave_load(self, load: Load) -> None:
+    def leave_load(self, load: LoadT) -> None:
         """Queue nothing more of a batch, nor wait for it: what comes next may write to its blocks.
 
         That is the work of the stream which was current in the batch's last step, and of the current one.
@@ -79,7 +134,7 @@ class Loader(Caches):
         event, load.not_waited_for = load.not_waited_for, None
         if event is not None:
             self._let_wait(load.stream, event)
-            current = self.platform.current_stream(self.device)
+            current = self._platform.current_stream(self._device)
             if current != load.stream:
                 self._let_wait(current, event)
         # Layers that came together have one event.
@@ -87,55 +142,39 @@ class Loader(Caches):
         load.lane.spare_events += arrived.values()
         load.arrived = [None] * len(load.arrived)
 
-    def end_load(self, load: Load) -> None:
+    def end_load(self, load: LoadT) -> None:
         """Block until the host pages of a batch that was left are no longer read; give its tables back."""
-        if load.fetched:
-            self._wait_for_fetched(load)
+        if load.prefilled:
+            self._wait_for_prefilled(load)
         self._synchronize(load.lane.kernels)
         load.plan.uploads.give_back()
 
-    def _queue_load(self, load: Load, layers: range, targets: Sequence[PagedLayer], pages: Int64s) -> None:
-        """Queue copy and kernel of layers that share their staging, and go into `targets`."""
-        lane, load.stream = load.lane, self.platform.current_stream(self.device)
-        if not load.is_ordered:
-            self._wait_for_readers(load)
-            load.is_ordered = True
-        for number, part in enumerate(load.plan.slices(targets[0])):
-            buffer = load.fetched.popleft() if load.fetched else None
-            if buffer is None or buffer.holds != (load.plan, layers, number):
-                buffer = self._fetch(load, layers, number, targets[0], pages)
-            lane.pass_on(buffer)
-            if part.first_row < part.last_row:
-                self._write(load, targets, buffer.memory, part)
-            lane.take_back(buffer)
-        event = lane.spare_events.pop() if lane.spare_events else self.platform.new_event()
-        self.platform.record(event, lane.kernels)
-        for layer in layers:
-            if layer in load.recordings:
-                load.recordings.pop(layer).end(lane.kernels)
-        load.not_waited_for = event
-        load.arrived[layers.start : layers.stop] = [event] * len(layers)
+    def _targets(self, load: LoadT, layers: range) -> Sequence[PagedLayer]:
+        """Where the rows of `layers`, which share staging, go."""
+        return self._layers[layers.start : layers.stop]
 
-    def _write(self, load: Load, targets: Sequence[PagedLayer], staging: torch.Tensor, part: Slice) -> None:
-        """Queue what moves a slice, which has rows, from a staging buffer into `targets`."""
-        load.lane.move(load.plan.sharing(targets, staging, part.rows))
+    def _scatter(
+        self, load: LoadT, targets: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice
+    ) -> None:
+        """Queue what makes rows of `targets` of the pages in a staging buffer, for a slice that has rows."""
+        load.lane.move(load.plan.sharing(targets, staging, piece.rows))
 
-    def _fetch_first(self, load: Load, pages: Int64s) -> None:
+    def _fill_ahead(self, load: LoadT, pages: Int64s) -> None:
         """Queue as many copies as there are staging buffers; `pages` are int64 (layers, chunks).
 
         They need nothing else, and the host takes a while to prepare the rest.
         """
         layer = 0
-        while layer < self.num_layers:
-            layers, target = self._together(load, layer), self.layers[layer]
+        while layer < self._num_layers:
+            layers, target = self._layers_from(load, layer), self._layers[layer]
             for number in range(load.plan.num_slices):
-                if len(load.fetched) == len(load.lane.buffers):
+                if len(load.prefilled) == len(load.lane.buffers):
                     return
-                load.fetched.append(self._fetch(load, layers, number, target, pages[layer]))
+                load.prefilled.append(self._fill(load, layers, number, target, pages[layer]))
             layer = layers.stop
 
-    def _fetch(
-        self, load: Load, layers: range, number: int, target: PagedLayer, pages: Int64s
+    def _fill(
+        self, load: LoadT, layers: range, number: int, target: PagedLayer, pages: Int64s
     ) -> StagingBuffer:
         """Queue the copies of slice `number` of the layers into the buffer that it returns."""
         lane = load.lane
@@ -143,33 +182,56 @@ class Loader(Caches):
             if layer not in load.recordings:
                 load.recordings[layer] = self._timeline.span("load", layer, lane.copies)
         batch, buffer = load.plan.copy(layers, number, target, pages), lane.next_to_fill()
-        self.platform.load_batch(buffer.memory, batch, lane.copies)
+        self._platform.load_batch(buffer.memory, batch, lane.copies)
         # Marked here: by the time it is passed on, the copies of later layers may be queued behind it.
         lane.mark_filled(buffer)
         buffer.holds = load.plan, layers, number
         return buffer
 
-    def _together(self, load: Load, layer: int) -> range:
+    def _mark_arrived(self, load: LoadT, layers: range) -> None:
+        """Let whoever waits for `layers` go on behind what the kernels stream holds now."""
+        lane = load.lane
+        event = lane.spare_events.pop() if lane.spare_events else self._platform.new_event()
+        self._platform.record(event, lane.kernels)
+        for layer in layers:
+            if layer in load.recordings:
+                load.recordings.pop(layer).end(lane.kernels)
+        load.not_waited_for = event
+        load.arrived[layers.start : layers.stop] = [event] * len(layers)
+
+    def _layers_from(self, load: LoadT, layer: int) -> range:
         """The layers from `layer` on that share staging: few at the beginning and at the end.
 
         They arrive together. A model that takes at least as long to compute a layer as the link to bring one
         is ahead by more layers the later it is; one that takes less has the last ones left to compute.
         """
-        most = min(load.plan.together, 1 + layer // 2, (self.num_layers - layer + 1) // 3)
+        most = min(load.plan.layers_per_buffer, 1 + layer // 2, (self._num_layers - layer + 1) // 3)
         return range(layer, layer + max(1, most))
 
     def _let_wait(self, stream: Stream, event: Event) -> None:
-        self.platform.wait_event(stream, event)
+        self._platform.wait_event(stream, event)
 
-    def _wait_for_readers(self, load: Load) -> None:
+    def _wait_for_readers(self, load: LoadT) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.
-        self.platform.wait_stream(load.lane.kernels, load.stream)
+        self._platform.wait_stream(load.lane.kernels, load.stream)
 
-    def _wait_for_fetched(self, load: Load) -> None:
+    def _wait_for_prefilled(self, load: LoadT) -> None:
         # No kernel waits for copies that were queued ahead and whose layers never were.
         self._synchronize(load.lane.copies)
 
     def _synchronize(self, stream: Stream) -> None:
-        event = self.platform.new_event(blocking=True)
-        self.platform.record(event, stream)
-        self.platform.synchronize_event(event)
+        event = self._platform.new_event(blocking=True)
+        self._platform.record(event, stream)
+        self._platform.synchronize_event(event)
+
+
+class PagedLoader(Loader[Load]):
+    """Loads straight into the engine's blocks, as stored."""
+
+    def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> Load:
+        load = Load(
+            self.lane, self._plans.make(transfer, self.lane.kernels, pages), [None] * self._num_layers
+        )
+        if pages is not None:
+            self._fill_ahead(load, pages)
+        return load

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lwkv.connectors.lane import Lane, StagingBuffer
-from lwkv.connectors.transfer_plan import Plan
-from lwkv.layouts.registered_caches import Caches
+from lwkv.connectors.transfer_plan import Plan, Plans, Slice
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Event, Int64s, Stream
 from lwkv.telemetry.timeline import Timeline
+from lwkv.transfer import Transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +22,7 @@ class Save:
     Attributes:
         lane: what the batch is queued on, up to its end.
         pages: where it goes, int64 (layers, chunks).
-        group: how many layers are queued one right after the other.
+        layers_per_group: how many layers are queued one right after the other.
         sync: whether they are queued behind what the current stream holds when the last of them is computed.
         stream: the current one of the batch's last step, None before any layer is computed.
         waiting: layers that are computed and not queued yet.
@@ -29,7 +33,7 @@ class Save:
     lane: Lane
     plan: Plan
     pages: Int64s
-    group: int = 1
+    layers_per_group: int = 1
     sync: bool = True
     stream: Stream = None
     waiting: range = range(0)
@@ -37,11 +41,36 @@ class Save:
     before_last: Event | None = None
 
 
-class Saver(Caches):
-    """The saving side of a connector; the host never waits for the device here, but in `end_save`, and before
-    staging is filled again where an event does not cover copies to the host."""
+class Saver:
+    """The saving side of a connector.
 
-    _timeline: Timeline
+    The host never waits for the device here, but in `end_save`, and before staging is filled again where an
+    event does not cover copies to the host.
+
+    Args:
+        group_bytes: layers are queued several at a time up to so many bytes of full pages together.
+        page_bytes: of a full page.
+    """
+
+    def __init__(
+        self, plans: Plans, lane: Lane, timeline: Timeline, group_bytes: int, page_bytes: int
+    ) -> None:
+        self.lane = lane
+        self._plans = plans
+        self._platform, self._device, self._layers = plans.platform, plans.device, plans.layers
+        self._timeline = timeline
+        self._pages_per_group = group_bytes // page_bytes
+
+    def begin_save(self, transfer: Transfer, pages: Int64s, sync: bool = True) -> Save:
+        """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT.
+
+        Args:
+            pages: int64 (layers, chunks).
+            sync: save behind what the current stream holds when a layer is given.
+        """
+        layers_per_group = max(1, self._pages_per_group // transfer.num_chunks)
+        plan = self._plans.make(transfer, self.lane.kernels, pages)
+        return Save(self.lane, plan, pages, layers_per_group, sync)
 
     def save_layer(self, save: Save, layer: int) -> None:
         """Save a layer that the current stream has been told to compute.
@@ -50,12 +79,12 @@ class Saver(Caches):
         slow in between, and queued in a row, several layers take little more than one. Its rows must not
         change before the call that `leave_save` orders.
         """
-        current = self.platform.current_stream(self.device)
+        current = self._platform.current_stream(self._device)
         if save.waiting and (current != save.stream or layer != save.waiting.stop):
             self.finish_save(save)
         save.stream = current
         save.waiting = range(save.waiting.start if save.waiting else layer, layer + 1)
-        if len(save.waiting) >= save.group:
+        if len(save.waiting) >= save.layers_per_group:
             self.finish_save(save)
 
     def finish_save(self, save: Save) -> None:
@@ -63,8 +92,8 @@ class Saver(Caches):
         waiting, save.waiting = save.waiting, range(0)
         if waiting and save.sync:
             self._wait_for_writers(save)
-        for start in range(0, len(waiting), save.plan.together):
-            self._queue_save(save, waiting[start : start + save.plan.together])
+        for start in range(0, len(waiting), save.plan.layers_per_buffer):
+            self._queue_save(save, waiting[start : start + save.plan.layers_per_buffer])
 
     def leave_save(self, save: Save) -> None:
         """Queue nothing more of a batch: what comes next may write to its blocks. As for `leave_load`.
@@ -73,10 +102,10 @@ class Saver(Caches):
         """
         save.waiting = range(0)
         if save.last is not None:
-            self.platform.wait_event(save.stream, save.last.filled)
-            current = self.platform.current_stream(self.device)
+            self._platform.wait_event(save.stream, save.last.filled)
+            current = self._platform.current_stream(self._device)
             if current != save.stream:
-                self.platform.wait_event(current, save.last.filled)
+                self._platform.wait_event(current, save.last.filled)
 
     def end_save(self, save: Save) -> None:
         """Block until all bytes of a batch that was left are in its host pages; give its tables back."""
@@ -86,33 +115,37 @@ class Saver(Caches):
     def _queue_save(self, save: Save, layers: range) -> None:
         """Queue layers that share a staging buffer."""
         lane, pages = save.lane, save.pages[layers.start]
-        sources = self.layers[layers.start : layers.stop]
+        sources = self._layers[layers.start : layers.stop]
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
-        for number, part in enumerate(save.plan.slices(sources[0])):
+        for number, piece in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
-            lane.move(save.plan.sharing(sources, buffer.memory, part.rows))
+            self._gather(save, sources, buffer.memory, piece)
             lane.mark_filled(buffer)
             self._mark_before(save)
             save.last = buffer
             lane.pass_on(buffer)
-            self.platform.save_batch(buffer.memory, batch, lane.copies)
+            self._platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
         for recording in recordings:
             recording.end(lane.copies)
 
+    def _gather(self, save: Save, sources: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice) -> None:
+        """Queue what makes pages in a staging buffer of a slice's rows of `sources`."""
+        save.lane.move(save.plan.sharing(sources, staging, piece.rows))
+
     def _mark_before(self, save: Save) -> None:
         """Record that all copies queued so far are done. The event is this batch's own: see `Lane`."""
         if save.last is not None:
-            save.before_last = save.before_last or self.platform.new_event(blocking=True)
-            self.platform.record(save.before_last, save.lane.copies)
+            save.before_last = save.before_last or self._platform.new_event(blocking=True)
+            self._platform.record(save.before_last, save.lane.copies)
 
     def _wait_for_writers(self, save: Save) -> None:
-        self.platform.wait_stream(save.lane.kernels, save.stream)
+        self._platform.wait_stream(save.lane.kernels, save.stream)
 
     def _wait_for_copies(self, save: Save) -> None:
         if save.before_last is not None:
             # A thread that sleeps until an event wakes up late: it sleeps until the last copy but one.
-            self.platform.synchronize_event(save.before_last)
-        event = self.platform.new_event(blocking=save.before_last is None)
-        self.platform.record(event, save.lane.copies)
-        self.platform.d2h_fence(save.lane.copies, event)
+            self._platform.synchronize_event(save.before_last)
+        event = self._platform.new_event(blocking=save.before_last is None)
+        self._platform.record(event, save.lane.copies)
+        self._platform.d2h_fence(save.lane.copies, event)

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.connectors.row_tables import RowTables
+from lwkv.connectors.row_tables import RowTables, Table
 from lwkv.kernels import Rows, StagedLayers
 from lwkv.layouts.paged_layer import PagedLayer
-from lwkv.platforms import CopyBatch, Int64s
+from lwkv.platforms import CopyBatch, Int64s, Platform, Stream
 from lwkv.pool.host_pool import HostPool
 from lwkv.pool.page_copies import PageCopies
 from lwkv.transfer import PageShape, Transfer
@@ -44,6 +44,7 @@ class SliceShape:
     Attributes:
         shape: of all pages, if rows of all layers are of one size, too; else None.
         may_share: whether several layers may share a staging buffer: they differ only in where they are.
+        shared_page_bytes: bytes of a full page of such layers, in host memory and in staging.
         full_rows: for each shape of pages, where K and V rows of full chunks lie in a staging buffer full of
             them: int64 (2, rows), on the device. The same for every request.
     """
@@ -56,10 +57,12 @@ class SliceShape:
         full = Transfer(np.full(chunks_per_slice, chunk_size), np.arange(chunks_per_slice * chunk_size))
         rows = {shape: torch.from_numpy(full.rows(shape, chunks_per_slice)[0][1:]) for shape, _ in forms}
         self.full_rows = {shape: numbers.to(layers[0].device) for shape, numbers in rows.items()}
-        whole = layers[0].page_bytes(chunk_size) % ALIGNMENT == 0
-        self.may_share = whole and len({layer.form for layer in layers}) == 1
+        self.shared_page_bytes = layers[0].page_bytes(chunk_size)
+        self.may_share = (
+            self.shared_page_bytes % ALIGNMENT == 0 and len({layer.form for layer in layers}) == 1
+        )
 
-    def layers_together(self, num_chunks: int) -> int:
+    def layers_per_buffer(self, num_chunks: int) -> int:
         """How many layers of so many chunks may share a staging buffer; at least 1."""
         return max(1, self.chunks_per_slice // num_chunks) if self.may_share and num_chunks else 1
 
@@ -71,7 +74,7 @@ class Plan:
 
     Attributes:
         num_slices: slices of every layer.
-        together: layers that share a staging buffer: 1 unless all pages are known and all layers alike.
+        layers_per_buffer: how many may share a staging buffer: 1 unless all pages are known and layers alike.
 
     Args:
         pages: of all layers, int64 (layers, chunks), if they are known: copies are made together where layers
@@ -92,7 +95,9 @@ class Plan:
         self._slice_shape = cut
         self._known = pages if cut.shape else None
         self.num_slices = -(-transfer.num_chunks // cut.chunks_per_slice)
-        self.together = 1 if self._known is None else cut.layers_together(transfer.num_chunks)
+        self.layers_per_buffer = 1 if self._known is None else cut.layers_per_buffer(transfer.num_chunks)
+        # Of no use where a layer is alone, and the same for all that share.
+        self._layer_bytes = transfer.num_chunks * cut.shared_page_bytes
         self._slices: dict[PageShape, list[Slice]] = {}
         self._prepared: list[PageCopies] = []
         self._num_prepared = 0
@@ -111,8 +116,7 @@ class Plan:
 
     def sharing(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> StagedLayers:
         """What is moved of layers that lie in one staging buffer, page behind page."""
-        layer_bytes = self.transfer.num_chunks * layers[0].page_bytes(self._slice_shape.chunk_size)
-        return StagedLayers(layers, staging, layer_bytes, rows)
+        return StagedLayers(layers, staging, self._layer_bytes, rows)
 
     def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
         """The copies of slice `number` of layers like `layer` that share a buffer.
@@ -134,7 +138,7 @@ class Plan:
         start = number * cut.chunks_per_slice
         chunks, page_bytes = slice(start, start + cut.chunks_per_slice), layer.page_bytes(cut.chunk_size)
         sizes = self.transfer.chunk_tokens[chunks] * page_bytes // cut.chunk_size
-        return self._pool.copy_batches(pages[:, chunks], sizes, page_bytes)
+        return PageCopies(self._pool.slabs, pages[:, chunks], sizes, page_bytes)
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots, full = self.transfer.row_slots(shape.tokens_per_row), self._slice_shape.full_rows[shape]
@@ -147,3 +151,34 @@ class Plan:
         numbers, bounds = self.transfer.rows(shape, self._slice_shape.chunks_per_slice)
         on_device = self.uploads.send(torch.from_numpy(numbers))
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
+
+
+class Plans:
+    """Makes the plans of transfers between pages of a pool and the rows of these layers.
+
+    Args:
+        chunks_per_slice: full pages in a staging buffer.
+
+    Attributes:
+        spare: tables that no plan uses any more, by size.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        layers: Sequence[PagedLayer],
+        pool: HostPool,
+        chunk_size: int,
+        chunks_per_slice: int,
+    ) -> None:
+        self.platform = platform
+        self.layers = layers
+        self.device = layers[0].device
+        self.slice_shape = SliceShape(layers, chunk_size, chunks_per_slice)
+        self.spare: dict[int, list[Table]] = {}
+        self._pool = pool
+
+    def make(self, transfer: Transfer, stream: Stream, pages: Int64s | None = None) -> Plan:
+        """Plan `transfer`; its tables go to the device on `stream`. `pages` as Plan's."""
+        uploads = RowTables(self.platform, self.device, stream, self.spare)
+        return Plan(transfer, uploads, self._pool, self.slice_shape, pages)

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from lwkv.connectors.loader import Load
+from lwkv.connectors.loader import Load, Loader
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.pipeline.context import BatchContext
 from lwkv.pipeline.device_failures import DeviceFailuresTo
@@ -45,8 +45,9 @@ class BatchRetrieval:
 
     Args:
         sync: make the current stream wait for each layer; False for the last one only, which comes after all.
-        begin_load: given each request's transfer, and the pages as the connector's own, to say more of the
-            load than which chunks it has.
+        loader: another one than the connector's first.
+        begin_load: given each request's transfer, and the pages as the loader's own, to say more of the load
+            than which chunks it has.
 
     Attributes:
         reached: the layer of the last `advance`: it is queued, if it is there, and the one before waited for.
@@ -59,13 +60,14 @@ class BatchRetrieval:
         requests: Sequence[CheckedRequest],
         context: BatchContext,
         sync: bool = True,
+        loader: Loader[Any] | None = None,
         begin_load: BeginLoad | None = None,
     ) -> None:
         self.num_layers = context.connector.num_layers
         self.reached = -1
         self._requests = requests
         self._context = context
-        self._connector = context.connector
+        self._loader = loader or context.connector.loader
         self._config = context.config
         self._sync = sync
         self._begin_load = begin_load
@@ -123,7 +125,7 @@ class BatchRetrieval:
                     late = self._queued < self.reached
                     while self._queued < self.reached:
                         self._queue_next(load)
-                    self._connector.wait_layer(load, self.reached - 1)
+                    self._loader.wait_layer(load, self.reached - 1)
                     if late:  # more may have arrived meanwhile, to travel while this layer computes
                         self._queue_there(load)
 
@@ -151,7 +153,7 @@ class BatchRetrieval:
         failure = None
         try:
             if self._load is not None:
-                self._connector.leave_load(self._load)
+                self._loader.leave_load(self._load)
         except DEVICE_FAILURES as error:
             failure = error
         finally:
@@ -162,7 +164,7 @@ class BatchRetrieval:
         """Give pages and tables back once the device is past them, or fails."""
         try:
             if self._load is not None:
-                self._connector.end_load(self._load)
+                self._loader.end_load(self._load)
         finally:
             for held in self._held:
                 held.hold.release()
@@ -181,14 +183,15 @@ class BatchRetrieval:
     def _begin(self, transfers: list[Transfer], pages: Int64s | None) -> Load:
         if self._begin_load is not None:
             return self._begin_load(transfers, pages)
-        return self._connector.begin_load(Transfer.join(transfers), pages)
+        load: Load = self._loader.begin_load(Transfer.join(transfers), pages)
+        return load
 
     def _queue_there(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
         wanted = min(self.reached, self.num_layers - 1)
         self._tier_pages.ask_up_to(wanted + self._config.prefetch_layers)
         known = self._tier_pages.known is not None
-        ahead = self._connector.layers_ahead(load, wanted, known)
+        ahead = self._loader.layers_ahead(load, wanted, known)
         last = min(wanted + ahead, self.num_layers - 1)
         while self._queued <= last and self._tier_pages.are_there(self._queued):
             self._queue_next(load)
@@ -196,11 +199,11 @@ class BatchRetrieval:
     def _queue_next(self, load: Load) -> None:
         layer = self._queued
         try:
-            self._connector.load_layer(load, layer, self._arrived(load, layer))
+            self._loader.load_layer(load, layer, self._arrived(load, layer))
         except DEVICE_FAILURES as error:
             self._give_up(error)
             # Nothing is left to move, but the layer's event comes behind what was queued of it.
-            self._connector.load_layer(load, layer, self._arrived(load, layer))
+            self._loader.load_layer(load, layer, self._arrived(load, layer))
         self._queued += 1
 
     def _arrived(self, load: Load, layer: int) -> Int64s:
@@ -220,7 +223,7 @@ class BatchRetrieval:
             self._count_lost(reason.name, int((pages == reason).sum()))
         log.warning("layer %d of %d chunks did not arrive: their tokens are recomputed", layer, (~kept).sum())
         self._alive[self._alive] = kept
-        self._connector.drop_chunks(load, kept)
+        self._loader.drop_chunks(load, kept)
 
     def _count_lost(self, reason: str, num_chunks: int) -> None:
         if num_chunks:
@@ -238,7 +241,7 @@ class BatchRetrieval:
         self._tier_pages.known = np.zeros((self.num_layers, 0), np.int64)
         if self._load is not None:
             chunks = self._load.plan.transfer.num_chunks
-            self._connector.drop_chunks(self._load, np.zeros(chunks, bool))
+            self._loader.drop_chunks(self._load, np.zeros(chunks, bool))
 
 
 def _mask(held: HeldRequest, alive: Flags) -> torch.Tensor:

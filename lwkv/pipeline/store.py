@@ -41,7 +41,7 @@ class BatchStoring:
         self.next_layer = 0
         self._requests = requests
         self._context = context
-        self._connector = context.connector
+        self._saver = context.connector.saver
         self._sync = sync
 
     def __del__(self) -> None:
@@ -58,7 +58,7 @@ class BatchStoring:
         while self.next_layer <= layer:
             if self._save is not None:
                 with DeviceFailuresTo(self._give_up):
-                    self._connector.save_layer(self._save, self.next_layer)
+                    self._saver.save_layer(self._save, self.next_layer)
             self.next_layer += 1
 
     def commit(self) -> None:
@@ -66,7 +66,7 @@ class BatchStoring:
         self.advance(self.num_layers - 1)
         if self._save is not None:
             with DeviceFailuresTo(self._give_up):
-                self._connector.finish_save(self._save)
+                self._saver.finish_save(self._save)
         self._close(committed=True)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class BatchStoring:
             new[self._write.positions] = True
             moved = transfer if new.all() else transfer.only(new)
             with DeviceFailuresTo(self._give_up):
-                self._save = self._connector.begin_save(moved, self._write.pages, self._sync)
+                self._save = self._saver.begin_save(moved, self._write.pages, self._sync)
 
     def _close(self, committed: bool) -> None:
         write, save, failure = self._write, self._save, None
@@ -99,7 +99,7 @@ class BatchStoring:
             write.give_up()
         try:
             if save is not None:
-                self._connector.leave_save(save)
+                self._saver.leave_save(save)
         except DEVICE_FAILURES as error:
             failure = error
         finally:
@@ -112,7 +112,7 @@ class BatchStoring:
         nobody else gets them.
         """
         if save is not None:
-            self._connector.end_save(save)
+            self._saver.end_save(save)
         if committed and failure is None:
             write.commit()
         else:

@@ -13,7 +13,7 @@ import torch
 
 from lwkv.errors import ConfigError
 from lwkv.platforms import Int64s, Platform
-from lwkv.pool.page_copies import PageCopies, Slabs
+from lwkv.pool.page_copies import Slabs
 from lwkv.pool.page_refcounts import PageRefcounts
 from lwkv.telemetry.counters import Counters
 
@@ -33,6 +33,9 @@ class HostPool:
 
     Where a slab cannot be page-locked the pool goes on with what it has and tries again after 1 s, then 2, up
     to 64: other programs may give memory back.
+
+    Attributes:
+        slabs: the memory of all pages there are now; a new one where slabs are added.
 
     Args:
         page_bytes: usable bytes of a page, > 0.
@@ -64,7 +67,7 @@ class HostPool:
                 f"{self.page_stride}: raise max_local_cpu_size or lower chunk_size"
             )
         span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
-        self._slabs = Slabs([], np.zeros(0, np.int64), span, self.page_stride)
+        self.slabs = Slabs([], np.zeros(0, np.int64), span, self.page_stride)
         self._counts = PageRefcounts(span)
         self._lock = threading.Lock()
         self._growing = threading.Lock()
@@ -150,12 +153,8 @@ class HostPool:
 
     def page(self, number: int) -> torch.Tensor:
         """The usable bytes of a page, uint8 (page_bytes,); valid as long as the caller holds a reference."""
-        slab, place = divmod(number, self._slabs.span)
-        return self._slabs.memory[slab].narrow(0, place * self.page_stride, self.page_bytes)
-
-    def copy_batches(self, pages: Int64s, sizes: Int64s, device_stride: int) -> PageCopies:
-        """Describe the copies of several layers; arguments and result as in PageCopies."""
-        return PageCopies(self._slabs, pages, sizes, device_stride)
+        slab, place = divmod(number, self.slabs.span)
+        return self.slabs.memory[slab].narrow(0, place * self.page_stride, self.page_bytes)
 
     def close(self) -> None:
         """Hand out nothing any more; the slabs go back to the system with the last page in use."""
@@ -165,7 +164,7 @@ class HostPool:
 
     def _end(self) -> None:
         if self._closed and self._counts.num_free == self.num_pages:
-            self._slabs = self._slabs._replace(memory=[])
+            self.slabs = self.slabs._replace(memory=[])
 
     def _growth_left(self) -> int:
         """Pages that may still be added, as far as is known now."""
@@ -200,11 +199,11 @@ class HostPool:
     def _grow(self) -> None:
         # Page-locking takes long; the lock is not held, so that pages go on being handed out.
         start = self.num_pages
-        end = min(start + self._slabs.span, self.max_pages)
+        end = min(start + self.slabs.span, self.max_pages)
         slab = self._platform.alloc_pinned((end - start) * self.page_stride)
         with self._lock:
             # A new list: batches made before keep the one they were given.
-            memory, bases = [*self._slabs.memory, slab], np.append(self._slabs.bases, slab.data_ptr())
-            self._slabs = self._slabs._replace(memory=memory, bases=bases)
+            memory, bases = [*self.slabs.memory, slab], np.append(self.slabs.bases, slab.data_ptr())
+            self.slabs = self.slabs._replace(memory=memory, bases=bases)
             self._counts.grow(end - start)
             self.num_pages = end

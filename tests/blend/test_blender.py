@@ -244,7 +244,7 @@ def test_loads_that_are_as_late_as_can_be_change_nothing(bench: Bench) -> None:
     _, request = prompt([2, 0, 1])
     (wanted,) = blender.prefill([request])
     bench.cache.fill(float("nan"))
-    lane = blender.segments.connector._load_lane
+    lane = blender.segments.connector.loader.lane
     for stream in (lane.copies, lane.kernels):
         if hasattr(stream, "late"):
             stream.late = True

@@ -168,7 +168,9 @@ def test_where_loading_does_not_pay_a_prompt_is_computed_in_full(
     controller = blender._shares.controller
     assert controller is not None
     controller.compute_s, controller.load_s = 1e-9, 1.0
-    monkeypatch.setattr(bench.engine.connector, "begin_load", lambda *_: pytest.fail("a load begins"))
+    monkeypatch.setattr(
+        bench.engine.connector.in_place, "begin_load", lambda *_: pytest.fail("a load begins")
+    )
     tokens, request = prompt([2, 0, 1])
     (found,) = blender.prefill([request])
     assert (found.num_reused, found.num_computed) == (0, len(tokens))

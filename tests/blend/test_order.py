@@ -83,7 +83,7 @@ def test_blends_that_are_begun_again_are_in_order(selector: Any, races: Races) -
 
 
 def without_the_first_wait(blender: Blender) -> None:
-    blender._connector._wait_behind = lambda *_: None  # type: ignore[method-assign]
+    blender._connector.in_place._wait_behind = lambda *_: None  # type: ignore[method-assign]
 
 
 def with_the_head_kept(blender: Blender) -> None:

@@ -41,13 +41,13 @@ class Bench:
     def hold(self) -> Any:
         return self.engine._storage.hold(self.engine._prompt_keys.keys(np.array(TOKENS), ()))
 
-    def queue(self, load: Any, hold: Any, layers: range) -> None:
+    def queue(self, load: Any, hold: Any, layers: range, loader: Any = None) -> None:
         for layer in layers:
-            self.connector.load_layer(load, layer, hold.host_pages(layer))
+            (loader or self.connector.loader).load_layer(load, layer, hold.host_pages(layer))
 
-    def end(self, load: Any, hold: Any) -> None:
-        self.connector.leave_load(load)
-        self.connector.end_load(load)
+    def end(self, load: Any, hold: Any, loader: Any = None) -> None:
+        (loader or self.connector.loader).leave_load(load)
+        (loader or self.connector.loader).end_load(load)
         hold.release()
 
     def run(self, work: Callable[[], object]) -> None:
@@ -56,7 +56,7 @@ class Bench:
     def get_kv(self, load: Any, layer: int) -> list[Tensor]:
         """What the current stream finds in the buffer, copied to the host."""
         found: list[Tensor] = []
-        k, v = self.connector.get_kv(load, layer)
+        k, v = self.connector.loader.get_kv(load, layer)
         self.run(lambda: found.extend([k.clone(), v.clone()]))
         self.platform.synchronize_device(self.device)
         return [t.cpu() for t in found]
@@ -85,10 +85,10 @@ def transfer(slots: Any = INTO) -> Transfer:
 
 
 def test_a_layer_waited_for_is_in_the_buffer_and_in_the_blocks(bench: Bench) -> None:
-    hold, load = bench.hold(), bench.connector.begin_load(transfer())
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer())
     for layer in range(LAYERS):
         bench.queue(load, hold, range(layer, layer + 1))
-        bench.connector.wait_layer(load, layer)
+        bench.connector.loader.wait_layer(load, layer)
         bench.oracle.expect(TOKENS, INTO, layers=[layer])
         got = torch.stack(bench.get_kv(load, layer)).view(torch.int32)
         assert torch.equal(got, bench.oracle.rows(TOKENS, layer))
@@ -97,29 +97,29 @@ def test_a_layer_waited_for_is_in_the_buffer_and_in_the_blocks(bench: Bench) -> 
 
 
 def test_a_layer_stays_in_the_buffer_until_its_place_is_needed(bench: Bench) -> None:
-    hold, load = bench.hold(), bench.connector.begin_load(transfer())
-    assert bench.connector.num_buffered == 3
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer())
+    assert bench.connector.loader.num_buffered == 3
     bench.queue(load, hold, range(3))
-    bench.connector.wait_layer(load, 2)
+    bench.connector.loader.wait_layer(load, 2)
     for layer in range(3):
         got = torch.stack(bench.get_kv(load, layer)).view(torch.int32)
         assert torch.equal(got, bench.oracle.rows(TOKENS, layer))
     bench.queue(load, hold, range(3, 4))
-    bench.connector.wait_layer(load, 3)
+    bench.connector.loader.wait_layer(load, 3)
     got = torch.stack(bench.get_kv(load, 3)).view(torch.int32)
     assert torch.equal(got, bench.oracle.rows(TOKENS, 3))
     bench.end(load, hold)
 
 
 def test_what_was_mended_in_the_buffer_reaches_the_blocks_with_a_flush(bench: Bench) -> None:
-    hold, load = bench.hold(), bench.connector.begin_load(transfer())
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer())
     mended = [900 + i for i in range(24)]
     bench.queue(load, hold, range(LAYERS))
-    bench.connector.wait_layer(load, LAYERS - 1)
-    k, v = bench.connector.get_kv(load, LAYERS - 1)
+    bench.connector.loader.wait_layer(load, LAYERS - 1)
+    k, v = bench.connector.loader.get_kv(load, LAYERS - 1)
     rows = bench.oracle.rows(mended, LAYERS - 1).view(torch.float32)
     bench.run(lambda: (k.copy_(rows[0]), v.copy_(rows[1])))
-    bench.connector.flush(load, LAYERS - 1)
+    bench.connector.loader.flush(load, LAYERS - 1)
     bench.oracle.expect(TOKENS, INTO)
     bench.oracle.expect(mended, INTO, layers=[LAYERS - 1])
     bench.end(load, hold)
@@ -129,9 +129,9 @@ def test_what_was_mended_in_the_buffer_reaches_the_blocks_with_a_flush(bench: Be
 def test_rows_are_those_of_the_moved_tokens(bench: Bench) -> None:
     slots = np.array(INTO)
     slots[[0, 1, 9]] = NO_SLOT
-    hold, load = bench.hold(), bench.connector.begin_load(transfer(slots))
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer(slots))
     bench.queue(load, hold, range(1))
-    bench.connector.wait_layer(load, 0)
+    bench.connector.loader.wait_layer(load, 0)
     moved = slots != NO_SLOT
     assert load.rows_of[moved].tolist() == list(range(21))
     assert set(load.rows_of[~moved].tolist()) == {NO_SLOT}
@@ -143,13 +143,13 @@ def test_rows_are_those_of_the_moved_tokens(bench: Bench) -> None:
 
 
 def test_chunks_dropped_on_the_way_keep_the_others_rows(bench: Bench) -> None:
-    hold, load = bench.hold(), bench.connector.begin_load(transfer())
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer())
     bench.queue(load, hold, range(2))
-    bench.connector.drop_chunks(load, np.array([True, False, True]))
+    bench.connector.loader.drop_chunks(load, np.array([True, False, True]))
     kept = np.repeat([True, False, True], CHUNK)
     for layer in range(2, LAYERS):
-        bench.connector.load_layer(load, layer, hold.host_pages(layer)[[0, 2]])
-    bench.connector.wait_layer(load, LAYERS - 1)
+        bench.connector.loader.load_layer(load, layer, hold.host_pages(layer)[[0, 2]])
+    bench.connector.loader.wait_layer(load, LAYERS - 1)
     rows = load.rows_of
     assert rows.tolist() == [*range(8), *range(16, 24)]
     got = torch.stack(bench.get_kv(load, LAYERS - 1)).view(torch.int32)
@@ -163,24 +163,24 @@ def test_chunks_dropped_on_the_way_keep_the_others_rows(bench: Bench) -> None:
 def test_chunks_without_a_slot_may_be_all_that_is_left(bench: Bench) -> None:
     slots = np.array(INTO)
     slots[:CHUNK] = NO_SLOT
-    hold, load = bench.hold(), bench.connector.begin_load(transfer(slots))
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer(slots))
     bench.queue(load, hold, range(1))
-    bench.connector.drop_chunks(load, np.array([True, False, False]))
+    bench.connector.loader.drop_chunks(load, np.array([True, False, False]))
     for layer in range(1, LAYERS):
-        bench.connector.load_layer(load, layer, hold.host_pages(layer)[:1])
-    bench.connector.wait_layer(load, LAYERS - 1)
+        bench.connector.loader.load_layer(load, layer, hold.host_pages(layer)[:1])
+    bench.connector.loader.wait_layer(load, LAYERS - 1)
     bench.oracle.expect(TOKENS, slots, layers=[0])
     bench.end(load, hold)
     bench.oracle.check()
 
 
 def test_all_chunks_may_be_dropped(bench: Bench) -> None:
-    hold, load = bench.hold(), bench.connector.begin_load(transfer())
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer())
     bench.queue(load, hold, range(1))
-    bench.connector.drop_chunks(load, np.zeros(3, bool))
+    bench.connector.loader.drop_chunks(load, np.zeros(3, bool))
     for layer in range(1, LAYERS):
-        bench.connector.load_layer(load, layer, np.zeros(0, np.int64))
-    bench.connector.wait_layer(load, LAYERS - 1)
+        bench.connector.loader.load_layer(load, layer, np.zeros(0, np.int64))
+    bench.connector.loader.wait_layer(load, LAYERS - 1)
     bench.oracle.expect(TOKENS, INTO, layers=[0])
     bench.end(load, hold)
     bench.oracle.check()
@@ -225,9 +225,9 @@ def test_a_chunk_that_fails_late_does_not_disturb_layers_queued_before(
 def test_with_mla_v_is_k(make_bench: Any) -> None:
     bench: Bench = make_bench("vllm_mla")
     bench.fill()
-    hold, load = bench.hold(), bench.connector.begin_load(transfer())
+    hold, load = bench.hold(), bench.connector.loader.begin_load(transfer())
     bench.queue(load, hold, range(1))
-    bench.connector.wait_layer(load, 0)
+    bench.connector.loader.wait_layer(load, 0)
     k, v = bench.get_kv(load, 0)
     assert torch.equal(k, v)
     assert torch.equal(k.view(torch.int32), bench.oracle.rows(TOKENS, 0)[0, :, :1])
@@ -256,18 +256,18 @@ def test_kernels_see_no_difference_between_buffers_of_different_lengths(
     for moved in (0, count):
         slots = np.full(24, NO_SLOT)
         slots[: 24 - moved] = INTO[: 24 - moved]
-        load = bench.connector.begin_load(transfer(slots))
+        load = bench.connector.loader.begin_load(transfer(slots))
         for buffer in load.buffers:
             kinds += [(w.dtype, w.shape[1:], w.stride(), w.data_ptr() % 16) for w in buffer.words]
-        bench.connector.leave_load(load)
-        bench.connector.end_load(load)
+        bench.connector.loader.leave_load(load)
+        bench.connector.loader.end_load(load)
     assert len(set(kinds)) == 1
     bench.engine.close()
 
 
-def test_a_load_of_another_connector_is_refused(bench: Bench) -> None:
-    with pytest.raises(TypeError, match="was not begun by a BufferConnector"):
-        bench.connector.wait_layer(object(), 0)
+def test_what_is_no_load_into_the_buffer_is_refused(bench: Bench) -> None:
+    with pytest.raises(TypeError, match="was not begun by a BufferedLoader"):
+        bench.connector.loader.get_kv(object(), 0)
 
 
 # Keys turned on the way.
@@ -306,10 +306,12 @@ class Keys:
         """K and V of every layer, each [2, 24, 2, 6], from the slots of a load with `shift`."""
         hold = self.bench.hold()
         shift = np.array(shift, np.int64)
-        load = self.bench.connector.begin_load(transfer(slots), shift=shift, in_place=in_place)
-        self.bench.queue(load, hold, range(2))
-        self.bench.connector.wait_layer(load, 1)
-        self.bench.end(load, hold)
+        connector = self.bench.connector
+        loader = connector.in_place if in_place else connector.loader
+        load = loader.begin_load(transfer(slots), shift=shift)
+        self.bench.queue(load, hold, range(2), loader)
+        loader.wait_layer(load, 1)
+        self.bench.end(load, hold, loader)
         self.oracle.platform.synchronize_device(self.oracle.device)
         return [cache.flatten(1, 2)[:, slots].cpu() for cache in self.oracle.kvcaches.values()]
 
@@ -384,7 +386,7 @@ def test_a_timeline_that_fails_makes_a_miss_and_no_exception(
         keep(lane, layer, *rest)
 
     monkeypatch.setattr(timeline, "_keep", fail_once)
-    monkeypatch.setattr(made.connector, "_timeline", timeline)
+    monkeypatch.setattr(made.connector.loader, "_timeline", timeline)
     assert not made.engine.retrieve(TOKENS, slot_mapping=INTO).any()
     assert made.engine.flush()
     require_rest(made.engine)
@@ -392,17 +394,18 @@ def test_a_timeline_that_fails_makes_a_miss_and_no_exception(
 
 
 def test_a_load_that_passes_by_the_buffer_has_nothing_in_it(bench: Bench) -> None:
-    hold, load = bench.hold(), bench.connector.begin_load(transfer(), in_place=True)
-    bench.queue(load, hold, range(1))
-    bench.connector.wait_layer(load, 0)
-    with pytest.raises(RequestError, match="passes by the buffer: begin it without in_place"):
-        bench.connector.get_kv(load, 0)
-    bench.end(load, hold)
+    loader = bench.connector.in_place
+    hold, load = bench.hold(), loader.begin_load(transfer())
+    bench.queue(load, hold, range(1), loader)
+    loader.wait_layer(load, 0)
+    with pytest.raises(TypeError, match="was not begun by a BufferedLoader: it passes by the buffer"):
+        bench.connector.loader.get_kv(load, 0)
+    bench.end(load, hold, loader)
 
 
 def test_a_shift_needs_the_model_s_rope_and_one_entry_a_token(bench: Bench) -> None:
     with pytest.raises(RequestError, match="call set_rope first"):
-        bench.connector.begin_load(transfer(), shift=np.zeros(24, np.int64))
+        bench.connector.loader.begin_load(transfer(), shift=np.zeros(24, np.int64))
     bench.connector.set_rope(Rope((1.0,)))
     with pytest.raises(RequestError, match="shift has 23 entries, the transfer has 24 tokens"):
-        bench.connector.begin_load(transfer(), shift=np.zeros(23, np.int64))
+        bench.connector.loader.begin_load(transfer(), shift=np.zeros(23, np.int64))

@@ -36,7 +36,7 @@ def store(oracle: Oracle, engine: Any) -> None:
 
 
 def staging_of(connector: Any) -> list[weakref.ref[Tensor]]:
-    lanes = connector._load_lane, connector._save_lane
+    lanes = connector.loader.lane, connector.saver.lane
     return [weakref.ref(buffer.memory) for lane in lanes for buffer in lane.buffers]
 
 
@@ -91,7 +91,7 @@ def test_without_use_gpu_staging_is_a_page_a_buffer_and_loads_are_the_same(oracl
             config, oracle.metadata, oracle.kvcaches, "vllm", {"block_size": 4}, oracle.platform
         ) as engine:
             connector: Any = engine.connector
-            sizes.append(len(connector._load_lane.buffers[0].memory))
+            sizes.append(len(connector.loader.lane.buffers[0].memory))
             store(oracle, engine)
             mask = engine.retrieve(TOKENS, slot_mapping=THERE)
             assert int(mask.sum()) == 16
@@ -109,7 +109,7 @@ def test_a_closed_engine_has_no_staging_tables_or_streams(oracle: Oracle, buffer
     assert engine.retrieve(TOKENS, slot_mapping=THERE).any()
     assert engine.flush()
     held = staging_of(connector)
-    held += [weakref.ref(table.pinned) for spare in connector._spare.values() for table in spare]
+    held += [weakref.ref(table.pinned) for spare in connector.loader._plans.spare.values() for table in spare]
     assert alive(held) > 4
     engine.close()
     assert alive(held) == 0

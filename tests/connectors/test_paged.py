@@ -252,7 +252,7 @@ def test_staging_is_a_small_share_of_the_device_s_memory(
     told = None if total is None else (total, total)
     monkeypatch.setattr(oracle.platform, "mem_info", lambda device: told)
     with oracle.engine(8, staging_bytes=None) as engine:
-        assert len(engine.connector._load_lane.buffers[0].memory) == staging // 4
+        assert len(engine.connector.loader.lane.buffers[0].memory) == staging // 4
 
 
 @pytest.mark.parametrize(
@@ -283,23 +283,23 @@ def test_layers_of_a_group_that_are_not_given_one_after_the_other_go_to_their_ow
     with oracle.engine(8, staging_bytes=1 << 18, group_bytes=1 << 20) as engine:
         oracle.compute(tokens, run_slots(0, 16))
         connector, pages = engine.connector, engine._pool.allocate(8).reshape(4, 2)
-        save = connector.begin_save(Transfer(np.array([8, 8]), np.array(run_slots(0, 16))), pages)
-        load = connector.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
+        save = connector.saver.begin_save(Transfer(np.array([8, 8]), np.array(run_slots(0, 16))), pages)
+        load = connector.loader.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
         for layer in (0, 2, 3):
-            connector.save_layer(save, layer)
-        connector.finish_save(save)
-        connector.leave_save(save)
-        connector.end_save(save)
-        connector.leave_load(load)
-        connector.end_load(load)
-        load = connector.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
+            connector.saver.save_layer(save, layer)
+        connector.saver.finish_save(save)
+        connector.saver.leave_save(save)
+        connector.saver.end_save(save)
+        connector.loader.leave_load(load)
+        connector.loader.end_load(load)
+        load = connector.loader.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
         # Of the chunks that are known, one is left out: what is staged has both.
-        connector.drop_chunks(load, np.array([False, True]))
+        connector.loader.drop_chunks(load, np.array([False, True]))
         for layer in (0, 2, 3):
-            connector.load_layer(load, layer, pages[layer][1:])
-            connector.wait_layer(load, layer)
-        connector.leave_load(load)
-        connector.end_load(load)
+            connector.loader.load_layer(load, layer, pages[layer][1:])
+            connector.loader.wait_layer(load, layer)
+        connector.loader.leave_load(load)
+        connector.loader.end_load(load)
         oracle.expect(tokens, slots, np.repeat([False, True], 8), layers=[0, 2, 3])
         oracle.check()
         engine._pool.release(pages)
@@ -313,7 +313,7 @@ def test_loads_that_take_turns_overwrite_each_other_s_staging_and_notice(
     oracle, count = make_oracle("vllm_2bnhd", layers=9, blocks=40), 8 * chunks
     prompts = [list(range(start, start + count)) for start in (100, 500)]
     with oracle.engine(8, staging_bytes=4 * 6 * oracle.page_bytes(8)) as engine:
-        monkeypatch.setattr(engine.connector, "layers_ahead", lambda load, layer, known: 0)
+        monkeypatch.setattr(engine.connector.loader, "layers_ahead", lambda load, layer, known: 0)
         for tokens in prompts:
             store(oracle, engine, tokens, run_slots(0, count))
         slots = [run_slots(32 + 32 * i, count) for i in range(len(prompts))]
@@ -336,9 +336,9 @@ def test_known_layers_are_queued_ahead_more_each_time(
     oracle, queued = make_oracle("vllm_2bnhd", layers=14), []
     with oracle.engine(8) as engine:
         store(oracle, engine, list(range(24)), run_slots(0, 24))
-        load_layer = engine.connector.load_layer
+        load_layer = engine.connector.loader.load_layer
         monkeypatch.setattr(
-            engine.connector,
+            engine.connector.loader,
             "load_layer",
             lambda load, i, pages: (queued.append(i), load_layer(load, i, pages)),
         )
@@ -368,9 +368,9 @@ def test_a_load_keeps_its_tables_until_no_stream_reads_them(
             assert int(mask.sum()) == 16
             gc.collect()
             assert [table() is not None for table in tables] == [True, True]
-            assert not any(engine.connector._spare.values()), "another load could write to them"
+            assert not any(engine.connector.loader._plans.spare.values()), "another load could write to them"
         assert engine.flush()
-        assert sum(map(len, engine.connector._spare.values())) == 2
+        assert sum(map(len, engine.connector.loader._plans.spare.values())) == 2
 
 
 def test_layers_may_differ_in_what_they_keep_of_a_token(platform: Platform, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import PAGE_ALIGNMENT, HostPool
+from lwkv.pool.page_copies import PageCopies
 from lwkv.telemetry.counters import Counters
 
 PAGE_BYTES = 5
@@ -310,7 +311,7 @@ def test_a_closed_pool_hands_out_nothing_and_gives_its_memory_back() -> None:
     pool.close()
     assert pool.allocate(1) is None
     assert pool.allocate(0) is None
-    assert pool._slabs.memory == []
+    assert pool.slabs.memory == []
     assert pool.shortage(1) > pool.num_pages, "no eviction helps"
 
 
@@ -323,7 +324,7 @@ def test_a_pool_closed_in_use_keeps_its_memory_until_the_last_release() -> None:
     assert pool.page(int(pages[1])).tolist() == [9] * PAGE_BYTES
     assert pool.allocate(1) is None
     pool.release(pages[1:2])
-    assert (pool._slabs.memory, pool.references) == ([], 0)
+    assert (pool.slabs.memory, pool.references) == ([], 0)
 
 
 def runs_of(batch: CopyBatch) -> list[tuple[int, int, int]]:
@@ -348,14 +349,14 @@ def test_neighbouring_full_pages_are_copied_as_one(
 ) -> None:
     pool = make_pool(6, page_bytes=4096)
     taken(pool, 6)
-    batch = pool.copy_batches(np.array([pages], np.int64), np.array(sizes, np.int64), 4096).batch(0, 1)
+    batch = PageCopies(pool.slabs, np.array([pages], np.int64), np.array(sizes, np.int64), 4096).batch(0, 1)
     assert runs_of(batch) == runs
 
 
 def test_pages_with_padding_are_never_copied_as_one() -> None:
     pool = make_pool(3, page_bytes=4095)
     taken(pool, 3)
-    batch = pool.copy_batches(np.array([[0, 1, 2]]), np.full(3, 4095), 4095).batch(0, 1)
+    batch = PageCopies(pool.slabs, np.array([[0, 1, 2]]), np.full(3, 4095), 4095).batch(0, 1)
     assert runs_of(batch) == [(0, 0, 4095), (4095, 1, 4095), (8190, 2, 4095)]
 
 
@@ -363,7 +364,7 @@ def test_layers_whose_pages_neighbour_differently_have_runs_of_their_own() -> No
     pool = make_pool(9, page_bytes=4096)
     taken(pool, 9)
     pages = np.array([[0, 1], [2, 3], [7, 8]], np.int64)
-    copies = pool.copy_batches(pages, np.full(2, 4096), 4096)
+    copies = PageCopies(pool.slabs, pages, np.full(2, 4096), 4096)
     assert [runs_of(copies.batch(layer, layer + 1)) for layer in range(3)] == [
         [(0, 0, 8192)],
         [(0, 2, 4096), (4096, 3, 4096)],
@@ -375,7 +376,7 @@ def test_a_batch_outlives_the_growth_of_its_pool() -> None:
     pool = make_pool(6, page_bytes=4096)
     pages = taken(pool, 3)
     pool.page(1).fill_(8)
-    batch = pool.copy_batches(pages[None], np.full(3, 4096), 4096).batch(0, 1)
+    batch = PageCopies(pool.slabs, pages[None], np.full(3, 4096), 4096).batch(0, 1)
     taken(pool, 3)
     assert len(batch.slabs) == 1
     assert batch.host_addresses.tolist() == [pool.page(0).data_ptr()]
@@ -398,7 +399,7 @@ def test_batches_move_exactly_the_bytes_asked_for(case: tuple[int, Int64s, Int64
     pool = make_pool(16, page_bytes=page_bytes)
     for number in taken(pool, 16).tolist():
         pool.page(number).fill_(number + 1)
-    copies, platform = pool.copy_batches(pages, sizes, page_bytes), CPU()
+    copies, platform = PageCopies(pool.slabs, pages, sizes, page_bytes), CPU()
     for first, last in combinations(range(len(pages) + 1), 2):
         rows = pages[first:last]
         buffer = torch.zeros(page_bytes * rows.size, dtype=torch.uint8)

@@ -19,8 +19,7 @@ from oracle import Dims, Oracle, require_rest, run_slots
 from virtual_clock import VirtualClock, VirtualStream
 
 from lwkv.config.settings import Config
-from lwkv.connectors import PagedConnector
-from lwkv.connectors.loader import Load
+from lwkv.connectors.loader import Load, PagedLoader
 from lwkv.engine import CacheEngine, Request
 from lwkv.platforms import CopyBatch
 from lwkv.steps import LayerSteps
@@ -104,7 +103,7 @@ class Run:
 
     def _start_together(self) -> None:
         """Let every stream come to where the last one is."""
-        lanes = (self.engine.connector._load_lane, self.engine.connector._save_lane)
+        lanes = (self.engine.connector.loader.lane, self.engine.connector.saver.lane)
         streams = [self.compute, *(lane.copies for lane in lanes), *(lane.kernels for lane in lanes)]
         for stream in streams:
             self.clock.synchronize_stream(stream)
@@ -208,21 +207,21 @@ def test_loaded_in_bulk_the_model_waits_for_all_copies(times: list[tuple[int, in
 
 
 def test_a_wait_for_more_than_the_layer_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(connector: PagedConnector, load: Load, layer: int) -> None:
-        platform = connector.platform
-        platform.wait_stream(platform.current_stream(HOST), connector._load_lane.copies)
+    def wait(loader: PagedLoader, load: Load, layer: int) -> None:
+        platform = loader._platform
+        platform.wait_stream(platform.current_stream(HOST), loader.lane.copies)
 
     copies, computes = [4, 4, 4, 4], [9, 9, 9, 9]
-    monkeypatch.setattr(PagedConnector, "wait_layer", wait)
+    monkeypatch.setattr(PagedLoader, "wait_layer", wait)
     with opened(copies, computes) as run:
         took, _ = run.step()
     assert took - sum(computes) > bound(copies, computes)
 
 
 def test_a_host_that_waits_for_the_device_within_a_step_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(connector: PagedConnector, load: Load, layer: int) -> None:
-        connector.platform.synchronize_stream(connector._load_lane.copies)
+    def wait(loader: PagedLoader, load: Load, layer: int) -> None:
+        loader._platform.synchronize_stream(loader.lane.copies)
 
-    monkeypatch.setattr(PagedConnector, "wait_layer", wait)
+    monkeypatch.setattr(PagedLoader, "wait_layer", wait)
     with opened([4, 4], [9, 9]) as run, pytest.raises(AssertionError, match="never waits for the device"):
         run.step()

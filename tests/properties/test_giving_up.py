@@ -37,7 +37,8 @@ class Stage:
             assert self.engine.flush()
 
     def lane(self, name: str) -> list[Any]:
-        lane = getattr(self.engine.connector, f"_{name}_lane")
+        connector = self.engine.connector
+        lane = connector.loader.lane if name == "load" else connector.saver.lane
         return [lane.kernels, lane.copies]
 
     def begin(self, kind: str) -> Any:
@@ -223,7 +224,7 @@ def test_a_load_is_released_even_if_the_model_cannot_be_made_to_wait(
 
     steps = stage.begin("load")
     with monkeypatch.context() as refused:
-        refused.setattr(stage.engine.connector, "_let_wait", refuse)
+        refused.setattr(stage.engine.connector.loader, "_let_wait", refuse)
         steps.close()
     require_rest(stage.engine)
     assert stage.engine.stats()["transfer_errors"] == 1

@@ -114,7 +114,7 @@ def test_a_layer_s_copy_is_eight_calls_below_the_hook(engine: CacheEngine) -> No
     assert found
     for functions in found:
         assert functions[0] == "wait_for_layer_load"
-        assert len(functions) <= 9 or "send" in functions, functions
+        assert len(functions) <= 8 or "send" in functions, functions
     steps.wait_for_save()
 
 

@@ -61,8 +61,9 @@ class Stage:
     def stream(self, name: str) -> Any:
         if name == "compute":
             return self.compute
-        lane, kind = name.split()
-        return getattr(getattr(self.connector, f"_{lane}_lane"), kind)
+        direction, kind = name.split()
+        half = self.connector.loader if direction == "load" else self.connector.saver
+        return getattr(half.lane, kind)
 
     def make_late(self, *names: str) -> None:
         for name in names:
@@ -149,7 +150,7 @@ def load_while_old_readers_hang_back(cpu: CPU, remove: Remove) -> None:
         stage.make_late("compute")
         for layer in range(LAYERS):
             stage.oracle.read(OLD, SECOND, layer, "the former request's reading")
-        remove(stage.connector, "_wait_for_readers")
+        remove(stage.connector.loader, "_wait_for_readers")
         stage.load(NEW, SECOND)
         stage.reach("load kernels", "compute")
         stage.oracle.check()
@@ -160,7 +161,7 @@ def load_into_blocks_with_a_zero_fill_on_its_way(cpu: CPU, remove: Remove) -> No
         stage.cache(NEW, FIRST)
         stage.make_late("compute")
         stage.oracle.zero(SECOND)
-        remove(stage.connector, "_wait_for_readers")
+        remove(stage.connector.loader, "_wait_for_readers")
         stage.load(NEW, SECOND)
         stage.reach("load kernels", "compute")
         stage.oracle.check()
@@ -174,7 +175,7 @@ def load_into_blocks_that_are_cleared_after_they_were_looked_up(cpu: CPU, remove
         steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
         next(steps)
         stage.oracle.zero(SECOND)
-        remove(stage.connector, "_wait_for_readers")
+        remove(stage.connector.loader, "_wait_for_readers")
         assert list(steps)[-1].all()
         stage.oracle.expect(NEW, SECOND)
         stage.reach("load kernels", "compute")
@@ -185,7 +186,7 @@ def load_beside_a_model_that_runs_ahead(cpu: CPU, remove: Remove, **settings: An
     with staged(cpu, **settings) as stage:
         stage.cache(NEW, FIRST)
         with held_completions(stage.engine):
-            remove(stage.connector, "_let_wait")
+            remove(stage.connector.loader, "_let_wait")
             stage.load(NEW, SECOND, late=("load copies", "load kernels"))
             stage.reach("compute")
         stage.oracle.check()
@@ -201,7 +202,7 @@ def load_in_bulk_before_the_model_goes_on(cpu: CPU, remove: Remove) -> None:
         stage.cache(NEW, FIRST)
         stage.make_late("load copies", "load kernels")
         with held_completions(stage.engine):
-            remove(stage.connector, "_let_wait")
+            remove(stage.connector.loader, "_let_wait")
             stage.load(NEW, SECOND, sync=False)
             for layer in range(LAYERS):
                 stage.oracle.read(NEW, SECOND, layer)
@@ -218,7 +219,7 @@ def load_that_is_given_up_and_computed_instead(cpu: CPU, remove: Remove) -> None
             steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
             for _ in range(3):
                 next(steps)
-            remove(stage.connector, "_let_wait")
+            remove(stage.connector.loader, "_let_wait")
             steps.close()
             stage.oracle.compute(OLD, SECOND)
             stage.reach("compute")
@@ -231,7 +232,7 @@ def load_copies_run_ahead_of_kernels(cpu: CPU, remove: Remove) -> None:
         stage.cache(NEW, FIRST)
         stage.make_late("load kernels", "compute")
         with held_completions(stage.engine):
-            remove(stage.connector._load_lane, "_wait_emptied")
+            remove(stage.connector.loader.lane, "_wait_emptied")
             stage.load(NEW, SECOND, read=False)
             stage.reach("load copies", "compute")
         stage.oracle.check()
@@ -242,7 +243,7 @@ def load_kernels_run_ahead_of_copies(cpu: CPU, remove: Remove) -> None:
         stage.cache(NEW, FIRST)
         stage.make_late("load copies")
         with held_completions(stage.engine):
-            remove(stage.connector._load_lane, "pass_on")
+            remove(stage.connector.loader.lane, "pass_on")
             stage.load(NEW, SECOND, read=False)
             stage.reach("load kernels", "compute")
         stage.oracle.check()
@@ -259,7 +260,7 @@ def require_stored(stage: Stage) -> None:
 def save_before_the_model_has_written(cpu: CPU, remove: Remove) -> None:
     with staged(cpu) as stage:
         stage.make_late("compute")
-        remove(stage.connector, "_wait_for_writers")
+        remove(stage.connector.saver, "_wait_for_writers")
         stage.save(NEW, SECOND)
         assert stage.engine.flush()
         require_stored(stage)
@@ -269,7 +270,7 @@ def save_of_a_group_before_the_model_has_written(cpu: CPU, remove: Remove) -> No
     """Layers that are queued together, the first of them computed on another stream than the last."""
     with staged(cpu, group_bytes=1 << 20) as stage:
         stage.make_late("compute")
-        remove(stage.connector, "_wait_for_writers")
+        remove(stage.connector.saver, "_wait_for_writers")
         steps, other = stage.engine.store_layer(NEW, slot_mapping=SECOND), cpu.new_stream(HOST)
         for layer in range(LAYERS):
             with cpu.use_stream(stage.compute if layer < LAYERS // 2 else other):
@@ -285,7 +286,7 @@ def save_kernels_run_ahead_of_copies(cpu: CPU, remove: Remove) -> None:
     with staged(cpu) as stage:
         stage.make_late("save copies")
         with held_completions(stage.engine):
-            remove(stage.connector._save_lane, "_wait_emptied")
+            remove(stage.connector.saver.lane, "_wait_emptied")
             stage.save(NEW, SECOND)
             stage.reach("save kernels")
         assert stage.engine.flush()
@@ -296,7 +297,7 @@ def save_copies_run_ahead_of_kernels(cpu: CPU, remove: Remove) -> None:
     with staged(cpu) as stage:
         stage.make_late("save kernels", "compute")
         with held_completions(stage.engine):
-            remove(stage.connector._save_lane, "pass_on")
+            remove(stage.connector.saver.lane, "pass_on")
             stage.save(NEW, SECOND)
             stage.reach("save copies")
         assert stage.engine.flush()
@@ -306,7 +307,7 @@ def save_copies_run_ahead_of_kernels(cpu: CPU, remove: Remove) -> None:
 def blocks_are_reused_after_a_store(cpu: CPU, remove: Remove) -> None:
     with staged(cpu) as stage:
         stage.make_late("save kernels", "save copies")
-        remove(stage.connector, "leave_save")
+        remove(stage.connector.saver, "leave_save")
         with held_completions(stage.engine):
             stage.save(NEW, SECOND)
             stage.oracle.compute(OLD, SECOND)
@@ -318,7 +319,7 @@ def blocks_are_reused_after_a_store(cpu: CPU, remove: Remove) -> None:
 def a_chunk_becomes_visible_with_its_bytes(cpu: CPU, remove: Remove) -> None:
     with staged(cpu, pages=3 * LAYERS) as stage:
         stage.cache(OLD, FIRST)
-        remove(stage.connector, "_wait_for_copies")
+        remove(stage.connector.saver, "_wait_for_copies")
         stage.make_late("save copies")
         stage.save(NEW, SECOND)
         assert stage.engine.flush()
@@ -335,7 +336,7 @@ def host_pages_are_reused_after_a_load(cpu: CPU, remove: Remove) -> None:
         stage.cache(OLD, SECOND)
         stage.cache(NEW, FIRST)
         stage.make_late("compute", "load copies", "load kernels")
-        remove(stage.connector, "end_load")
+        remove(stage.connector.loader, "end_load")
         stage.load(NEW, SECOND, read=False)
         assert stage.engine.flush()
         stage.load(OLD, FIRST, read=False)
@@ -347,7 +348,7 @@ def tables_are_used_again_after_a_store(cpu: CPU, remove: Remove) -> None:
     """The next store writes its slots into the page-locked table that the one before had."""
     with staged(cpu) as stage:
         stage.make_late("compute", "save copies", "save kernels")
-        remove(stage.connector, "_wait_for_copies")
+        remove(stage.connector.saver, "_wait_for_copies")
         stage.save(NEW, SECOND)
         assert stage.engine.flush()
         stage.save(OLD, FIRST)
@@ -360,7 +361,7 @@ def the_buffer_is_filled_while_the_model_still_flushes_it(cpu: CPU, remove: Remo
         stage.cache(NEW, FIRST)
         stage.make_late("compute")
         with held_completions(stage.engine):
-            remove(stage.connector, "_wait_for_buffer")
+            remove(stage.connector.loader, "_wait_for_buffer")
             stage.load(NEW, SECOND)
             stage.reach("load kernels", "compute")
         stage.oracle.check()
@@ -372,9 +373,10 @@ def the_buffer_s_memory_goes_back_while_the_model_still_flushes_it(cpu: CPU, rem
         stage.cache(NEW, FIRST)
         stage.make_late("compute")
         buffers: list[Any] = []
-        make, connector = stage.connector._new_buffers, stage.connector
-        connector._new_buffers = lambda rows: buffers.extend(made := make(rows)) or made
-        remove(connector, "_wait_for_buffer")
+        loader = stage.connector.loader
+        make = loader.new_buffers
+        loader.new_buffers = lambda rows: buffers.extend(made := make(rows)) or made
+        remove(loader, "_wait_for_buffer")
         stage.load(NEW, SECOND)
         assert stage.engine.flush()
         for buffer in buffers:
@@ -387,11 +389,11 @@ def the_buffer_is_flushed_before_it_is_filled_again(cpu: CPU, remove: Remove) ->
     """Without `sync` nobody else waits for a layer before the buffer is needed for another."""
     with staged(cpu, buffered=True, lookahead=0) as stage:
         stage.cache(NEW, FIRST)
-        wait_layer = stage.connector.wait_layer
-        remove(stage.connector, "wait_layer")
-        if stage.connector.wait_layer != wait_layer:
-            removed = stage.connector.wait_layer
-            stage.connector.wait_layer = lambda load, layer: (
+        wait_layer = stage.connector.loader.wait_layer
+        remove(stage.connector.loader, "wait_layer")
+        if stage.connector.loader.wait_layer != wait_layer:
+            removed = stage.connector.loader.wait_layer
+            stage.connector.loader.wait_layer = lambda load, layer: (
                 wait_layer(load, layer) if layer == LAYERS - 1 else removed(load, layer)
             )
         stage.make_late("compute")
@@ -417,9 +419,9 @@ def staging_memory_that_the_model_still_writes(cpu: CPU, remove: Remove) -> None
         with pytest.MonkeyPatch.context() as patched, cpu.use_stream(compute):
             patched.setattr(Lane, "_new_buffer", lend)
             remove(Lane, "_wait_for_allocator")
-            size = len(stage.connector._load_lane.buffers[0].memory)
+            size = len(stage.connector.loader.lane.buffers[0].memory)
             lane = Lane(cpu, HOST, stage.connector.kernels, 2, size, loads=True)
-        stage.connector._load_lane = lane
+        stage.connector.loader.lane = lane
         lane.kernels.late = True
         steps = stage.engine.retrieve_layer(NEW[:16], slot_mapping=SECOND[:16])
         next(steps), next(steps)
@@ -509,9 +511,9 @@ def test_a_load_that_was_never_begun_keeps_its_pages_until_the_first_copies_are_
         stage.make_late("load copies")
         steps = stage.engine.retrieve_layer(NEW, slot_mapping=SECOND)
         next(steps)
-        keep(stage.connector, "_wait_for_fetched")
+        keep(stage.connector.loader, "_wait_for_prefilled")
         if not waited:
-            monkeypatch.setattr(stage.connector, "_wait_for_fetched", nothing)
+            monkeypatch.setattr(stage.connector.loader, "_wait_for_prefilled", nothing)
         copied = cpu.new_event()
         cpu.record(copied, stage.stream("load copies"))
         steps.close()
@@ -524,9 +526,9 @@ def test_the_tables_of_a_store_are_nobody_else_s_before_its_last_byte_is_saved(c
         stage.make_late("save copies", "save kernels")
         with held_completions(stage.engine):
             stage.save(NEW, SECOND)
-            assert not any(stage.connector._spare.values())
+            assert not any(stage.connector.loader._plans.spare.values())
         assert stage.engine.flush()
-        assert sum(len(tables) for tables in stage.connector._spare.values()) == 1
+        assert sum(len(tables) for tables in stage.connector.loader._plans.spare.values()) == 1
 
 
 class NeverWaitingCPU(CPU):

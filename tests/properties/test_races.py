@@ -64,17 +64,21 @@ class Traffic:
         self.oracle.expect(tokens, slots)
         self.oracle.read(tokens, slots, LAYERS - 1)
 
+    def loader(self, in_place: bool) -> Any:
+        return self.connector.in_place if in_place else self.connector.loader
+
     def load_turned(self, tokens: list[int], slots: list[int], in_place: bool, behind: Any = None) -> None:
         """Through the buffer or past it, with every key moved to another position."""
         hold = self.engine._storage.hold(self.engine._prompt_keys.keys(np.array(tokens), ()))
         moved, shift = Transfer(np.full(3, CHUNK), np.array(slots)), np.repeat([5, 0, -9], CHUNK)
-        load = self.connector.begin_load(moved, shift=shift, in_place=in_place, behind=behind)
+        loader, more = self.loader(in_place), {} if behind is None else {"behind": behind}
+        load = loader.begin_load(moved, shift=shift, **more)
         for layer in range(LAYERS):
-            self.connector.load_layer(load, layer, hold.host_pages(layer))
-            self.connector.wait_layer(load, layer)
+            loader.load_layer(load, layer, hold.host_pages(layer))
+            loader.wait_layer(load, layer)
             self.oracle.read(tokens, slots, layer)
-        self.connector.leave_load(load)
-        self.connector.end_load(load)
+        loader.leave_load(load)
+        loader.end_load(load)
         hold.release()
 
     def close_early(self, tokens: list[int], slots: list[int], taken: int) -> None:
@@ -191,8 +195,9 @@ def test_keys_turned_on_the_way_are_in_order(
     traffic = start(buffered=True, lookahead=0)
     traffic.connector.set_rope(Rope((0.5,)))
     if removed is not None:
-        assert callable(getattr(traffic.connector, removed))
-        monkeypatch.setattr(traffic.connector, removed, lambda *_: None)
+        loader = traffic.loader(in_place)
+        assert callable(getattr(loader, removed))
+        monkeypatch.setattr(loader, removed, lambda *_: None)
     traffic.save(ONE, HERE)
     assert traffic.engine.flush()
     traffic.oracle.zero(THERE)
@@ -208,9 +213,10 @@ def test_loads_come_behind_the_event_they_are_given(
     """What is queued after it, and touches other blocks, is not waited for."""
     traffic = start(buffered=True, lookahead=0)
     traffic.connector.set_rope(Rope((0.5,)))
-    monkeypatch.setattr(traffic.connector, "_wait_for_readers", lambda *_: pytest.fail("it waits for all"))
+    loader = traffic.loader(in_place=True)
+    monkeypatch.setattr(loader, "_wait_for_readers", lambda *_: pytest.fail("it waits for all"))
     if removed is not None:
-        monkeypatch.setattr(traffic.connector, removed, lambda *_: None)
+        monkeypatch.setattr(loader, removed, lambda *_: None)
     traffic.save(ONE, HERE)
     assert traffic.engine.flush()
     traffic.oracle.zero(THERE)
@@ -223,15 +229,15 @@ def test_loads_come_behind_the_event_they_are_given(
 
 
 REMOVED: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    "the model's reads before a load": lambda connector: (connector, "_wait_for_readers"),
-    "a layer's load before the model": lambda connector: (connector, "wait_layer"),
-    "filling before emptying, loads": lambda connector: (connector._load_lane, "pass_on"),
-    "emptying before filling, loads": lambda connector: (connector._load_lane, "_wait_emptied"),
-    "the model's writes before a save": lambda connector: (connector, "_wait_for_writers"),
-    "filling before emptying, saves": lambda connector: (connector._save_lane, "pass_on"),
-    "emptying before filling, saves": lambda connector: (connector._save_lane, "_wait_emptied"),
-    "a save before the model's next writes": lambda connector: (connector, "leave_save"),
-    "a save before its pages are given on": lambda connector: (connector, "_wait_for_copies"),
+    "the model's reads before a load": lambda connector: (connector.loader, "_wait_for_readers"),
+    "a layer's load before the model": lambda connector: (connector.loader, "wait_layer"),
+    "filling before emptying, loads": lambda connector: (connector.loader.lane, "pass_on"),
+    "emptying before filling, loads": lambda connector: (connector.loader.lane, "_wait_emptied"),
+    "the model's writes before a save": lambda connector: (connector.saver, "_wait_for_writers"),
+    "filling before emptying, saves": lambda connector: (connector.saver.lane, "pass_on"),
+    "emptying before filling, saves": lambda connector: (connector.saver.lane, "_wait_emptied"),
+    "a save before the model's next writes": lambda connector: (connector.saver, "leave_save"),
+    "a save before its pages are given on": lambda connector: (connector.saver, "_wait_for_copies"),
 }
 
 
@@ -255,7 +261,7 @@ def test_a_buffer_filled_before_it_was_flushed_is_found(
     races: Races, start: Callable[..., Traffic], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = start(buffered=True, lookahead=0)
-    monkeypatch.setattr(traffic.connector, "_wait_for_buffer", lambda *_: None)
+    monkeypatch.setattr(traffic.connector.loader, "_wait_for_buffer", lambda *_: None)
     traffic.save(ONE, HERE)
     assert traffic.engine.flush()
     traffic.load(ONE, THERE)

@@ -113,7 +113,7 @@ def test_a_chunk_that_is_pinned_at_the_close_goes_with_its_last_pin(host: HostTi
     host.unpin([first])
     assert pool.references == NUM_LAYERS
     host.unpin([again])
-    assert (len(host), pool.references, pool._slabs.memory) == (0, 0, [])
+    assert (len(host), pool.references, pool.slabs.memory) == (0, 0, [])
 
 
 class Diary:

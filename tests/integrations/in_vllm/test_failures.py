@@ -30,7 +30,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 def break_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Makes the next `times` loads of a layer fail on the device."""
     connector = engine.worker.engine.connector
-    load_layer = connector.load_layer
+    load_layer = connector.loader.load_layer
 
     def breaks(layer: int, times: int) -> None:
         left = [times]
@@ -41,7 +41,7 @@ def break_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
                 raise RuntimeError("the device fails")
             load_layer(load, number, *rest)
 
-        monkeypatch.setattr(connector, "load_layer", failing)
+        monkeypatch.setattr(connector.loader, "load_layer", failing)
 
     return breaks
 

@@ -158,8 +158,8 @@ class RankOfModel:
         )
         self.worker = WorkerSide(self.engine, rank, BLOCK)
         self.fails_at: int | None = None
-        self._load_layer = self.engine.connector.load_layer
-        self.engine.connector.load_layer = self._load_or_fail  # type: ignore[method-assign]
+        self._load_layer = self.engine.connector.loader.load_layer
+        self.engine.connector.loader.load_layer = self._load_or_fail  # type: ignore[method-assign]
 
     def _load_or_fail(self, load: Any, layer: int, *rest: Any) -> None:
         if layer == self.fails_at:
