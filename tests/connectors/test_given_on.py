@@ -83,10 +83,10 @@ def test_pages_of_a_load_are_not_filled_anew_before_the_device_has_read_them(
         oracle.zero(THERE)
         platform.synchronize_device(device)
         connector: Any = engine.connector
-        for stream in (compute, connector._load_lane.copies, connector._load_lane.kernels):
+        for stream in (compute, connector.loader.lane.copies, connector.loader.lane.kernels):
             hold_back(stream)
         if not waits:
-            monkeypatch.setattr(connector, "_synchronize", lambda stream: None)
+            monkeypatch.setattr(connector.loader, "_synchronize", lambda stream: None)
         tier.asked.clear()
         assert engine.retrieve(NEW, slot_mapping=THERE).all()
         assert engine.flush()
@@ -121,7 +121,7 @@ def test_staging_does_not_take_memory_that_its_last_user_still_writes(
         hold_back(compute)
         connector: Any = engine.connector
         lane = used_before(platform, device, compute, connector, monkeypatch)
-        connector._load_lane = lane
+        connector.loader.lane = lane
         hold_back(lane.kernels)
         steps = engine.retrieve_layer(NEW[:16], slot_mapping=THERE[:16])
         next(steps), next(steps)
@@ -139,7 +139,7 @@ def used_before(
     platform: Platform, device: torch.device, compute: Stream, connector: Any, patch: pytest.MonkeyPatch
 ) -> Lane:
     """A lane for loads whose first buffer is filled with sevens by work that `compute` still holds."""
-    size = len(connector._load_lane.buffers[0].memory)
+    size = len(connector.loader.lane.buffers[0].memory)
     make = partial(Lane, platform, device, connector.kernels, 2, size, loads=True)
     if device.type == "cpu":
         return lent(platform, compute, make, patch)

@@ -92,7 +92,7 @@ def test_what_is_saved_is_what_was_computed(
 ) -> None:
     model = Model(engine_device, staging_buffers=buffers, group_bytes=group_bytes)
     for name in late:
-        getattr(model.engine.connector._save_lane, name).late = True
+        getattr(model.engine.connector.saver.lane, name).late = True
     model.save(TOKENS, HERE)
     model.save(OTHERS, THERE)
     model.check_stored(TOKENS, THERE)
@@ -103,7 +103,7 @@ def test_what_is_saved_is_what_was_computed(
 def test_an_event_alone_does_not_say_that_a_buffer_may_be_filled_again(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane = model.engine.connector._save_lane
+    lane = model.engine.connector.saver.lane
     with_event = lambda buffer: lane._platform.wait_event(lane.kernels, buffer.emptied)  # noqa: E731
     monkeypatch.setattr(lane, "_wait_emptied", with_event)
     model.save(TOKENS, HERE)
