@@ -233,11 +233,11 @@ class CacheEngine:
         """As `store_layer`, for several requests merged into one transfer a layer."""
         return store_steps(self.storing(requests, sync))
 
-    def retrieval(self, requests: Sequence[Request], sync: bool = True) -> BatchRetrieval:
+    def retrieval(self, requests: Sequence[AnyRequest], sync: bool = True) -> BatchRetrieval:
         """What `retrieve_batch` goes through step by step, for callers that go from layer to layer."""
         return BatchRetrieval(check_loads(requests, *self._limits()), self._parts, sync)
 
-    def storing(self, requests: Sequence[Request], sync: bool = True) -> BatchStoring:
+    def storing(self, requests: Sequence[AnyRequest], sync: bool = True) -> BatchStoring:
         """What `store_batch` goes through step by step, for callers that go from layer to layer."""
         return BatchStoring(check_stores(requests, *self._limits()), self._parts, sync)
 

@@ -371,7 +371,7 @@ def counted(sglang: FakeSGLang, method: str) -> Iterator[list[Any]]:
     """The arguments of every call of a method of the platform inside; copies of tables are left out."""
     calls: list[Any] = []
     platform, connector = sglang.platform, sglang.engine.connector
-    lanes = (connector._load_lane, connector._save_lane)
+    lanes = (connector.loader.lane, connector.saver.lane)
     staging = {buffer.memory.data_ptr() for lane in lanes for buffer in lane.buffers}
     original = getattr(platform, method)
 

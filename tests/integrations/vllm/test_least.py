@@ -21,9 +21,9 @@ class Copies:
     def __init__(self, engine: Scripted) -> None:
         self.loaded = self.saved = 0
         connector = engine.ranks[0].engine.connector
-        self._begin_load, self._begin_save = connector.begin_load, connector.begin_save
-        connector.begin_load = self._count_load  # type: ignore[method-assign]
-        connector.begin_save = self._count_save  # type: ignore[method-assign]
+        self._begin_load, self._begin_save = connector.loader.begin_load, connector.saver.begin_save
+        connector.loader.begin_load = self._count_load  # type: ignore[method-assign]
+        connector.saver.begin_save = self._count_save  # type: ignore[method-assign]
 
     def _count_load(self, transfer: Any, *rest: Any) -> Any:
         self.loaded += LAYERS * transfer.num_chunks
