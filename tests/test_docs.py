@@ -22,6 +22,7 @@ FOLDERS = "lwkv|platforms|tests|docs|ci|benchmarks|examples"
 GROUPS = {"lwkv.tiers", "lwkv.platforms"}
 """Groups of entry points, which look like modules."""
 HOMES = {
+    "BatchRetrieval": "lwkv.pipeline.retrieval",
     "LayerSteps": "lwkv.steps",
     "Lane": "lwkv.connectors.lane",
     "Platform": "lwkv.platforms",
