@@ -98,7 +98,7 @@ class CacheEngine:
         self._storage = StorageManager(
             self._pool,
             self.num_layers,
-            [*tiers, *open_tiers(setup)],
+            [*tiers, *open_tiers(setup, tiers)],
             config.load_timeout_s,
             counters,
             use_device=use_device,

@@ -26,7 +26,7 @@ CHECK_LAYERS = (1,)
 RECOMPUTE_RATIOS = (0.15,)
 
 _OFF = (None, "null", "false")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/][^\s]*")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s]+")
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ class Guard:
         self._quarantine.let_go()
         answer = self._tier.contains(keys, self._timeout_s)
         _check_length("contains", answer, len(keys))
+        _check_told(answer)
         return [bool(there) for there in answer]
 
     def _get(self, keys: Sequence[LayerKey], pages: Int64s, buffers: Sequence[torch.Tensor]) -> Int64s:
@@ -181,12 +182,13 @@ class Guard:
                 self._counters.add(f"{self._tier.name}_{call}_{ending.value}", count)
         if missed or wrong:
             self._throttle.warn(
-                "tier %s: %s of %d pages: %d missing, %d failed",
+                "tier %s: %s of %d pages: %d missing, %d failed%s",
                 self._tier.name,
                 call,
                 expected,
                 missed,
                 wrong,
+                _note_on(statuses),
             )
         return outcomes
 
@@ -198,5 +200,19 @@ def _outcome(status: object) -> int:
 
 
 def _check_length(call: str, answers: Sequence[object], expected: int) -> None:
+    if not isinstance(answers, Sequence):
+        raise TypeError(f"{call} returned {answers!r}; a tier returns a list with one answer for each key")
     if len(answers) != expected:
         raise ValueError(f"{call} of {expected} keys returned {len(answers)} answers")
+
+
+def _check_told(answers: Sequence[object]) -> None:
+    for answer in answers:
+        if not isinstance(answer, (bool, int, np.bool_)):
+            raise TypeError(f"contains returned {answer!r} for a key; a tier returns True or False for each")
+
+
+def _note_on(statuses: Sequence[object]) -> str:
+    """What to add to the log where some of a tier's answers are no Status; they count as failures."""
+    odd = [status for status in statuses if not isinstance(status, Status)]
+    return f" ({odd[0]!r} for {len(odd)}: a tier returns a lwkv.storage.Status for each)" if odd else ""

@@ -21,15 +21,13 @@ from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.prefix_order import parents_of
-from lwkv.storage.tier import Tier
+from lwkv.storage.tier import HOST, Tier
 from lwkv.storage.write import Write
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
 
 log = logging.getLogger(__name__)
-
-HOST = "host"
 
 
 class StorageManager:

@@ -13,6 +13,9 @@ from lwkv.config.settings import Config
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.telemetry.counters import Counters
 
+HOST = "host"
+"""The name of host memory among the tiers."""
+
 
 class Status(Enum):
     """How one key of a call ended. Only pages with OK may be read."""

@@ -20,9 +20,10 @@ BAD_ANSWERS = {
     "None": Fault(answer=lambda answers: None),
     "a number": Fault(answer=lambda answers: 3),
 }
+BAD_LOOKUPS = BAD_ANSWERS | {"statuses": Fault(answer=lambda answers: [Status.MISS] * len(answers))}
 
 
-@pytest.mark.parametrize("name", BAD_ANSWERS)
+@pytest.mark.parametrize("name", BAD_LOOKUPS)
 def test_a_tier_that_cannot_say_what_it_has_is_a_miss_and_the_next_one_is_asked(
     make_rig: MakeRig, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -31,7 +32,7 @@ def test_a_tier_that_cannot_say_what_it_has_is_a_miss_and_the_next_one_is_asked(
     rig.put_below(disk, 2)
     rig.put_below(remote, 3)
     rig.store(1)
-    disk.faults["contains", 0] = BAD_ANSWERS[name]
+    disk.faults["contains", 0] = BAD_LOOKUPS[name]
     hold = rig.hold(1, 2, 3)
     assert len(hold.found) == rig.host.pins == 1
     assert rig.manager.wait_idle(LONG_S)
@@ -125,11 +126,29 @@ def test_only_pages_that_are_ok_arrive(
     assert rig.load(hold) == values(1, None, 3)
     kind = "miss" if status is Status.MISS else "error"
     assert rig.counters.totals() == {f"faulty_get_{kind}": NUM_LAYERS}
+    note = (
+        ""
+        if isinstance(status, Status)
+        else f" ({status!r} for 1: a tier returns a lwkv.storage.Status for each)"
+    )
     assert caplog.messages[0] == (
-        f"tier faulty: get of 3 pages: {int(kind == 'miss')} missing, {int(kind == 'error')} failed"
+        f"tier faulty: get of 3 pages: {int(kind == 'miss')} missing, {int(kind == 'error')} failed{note}"
     )
     hold.release()
     assert rig.host.contains(keys(1, 2, 3)) == [True, False, True]
+
+
+def test_a_put_that_returns_true_for_each_page_is_no_put_and_the_log_says_why(
+    rig: Rig, tier: FaultyTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier.faults["put"] = Fault(answer=lambda answers: [True] * len(answers))
+    rig.store(1)
+    assert not rig.manager.lower.flush(LONG_S)
+    assert rig.counters.totals() == {"faulty_put_error": NUM_LAYERS - 1}
+    assert caplog.messages == [
+        f"tier faulty: put of {NUM_LAYERS - 1} pages: 0 missing, {NUM_LAYERS - 1} failed "
+        f"(True for {NUM_LAYERS - 1}: a tier returns a lwkv.storage.Status for each)"
+    ]
 
 
 def test_layers_that_answer_out_of_order_arrive_in_their_own_futures(rig: Rig, tier: FaultyTier) -> None:
