@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError, ErrorsTo
-from lwkv.storage.tier import HOST, Tier, TierSetup
+from lwkv.storage.tier import HOST, Tier, TierSetup, what_it_lacks
 
 T = TypeVar("T")
 GROUP = "lwkv.tiers"
@@ -24,7 +24,6 @@ _MODULES = {
     "mooncake": "lwkv.storage.remote.mooncake.tier",
 }
 """The module of each scheme."""
-_METHODS = ("contains", "get", "put", "close")
 
 
 def tier_urls(config: Config) -> list[str]:
@@ -67,10 +66,7 @@ def _open(url: str, setup: TierSetup) -> Tier:
 
 
 def _require_tier(tier: Tier, what: str) -> None:
-    missing = [name for name in _METHODS if not callable(getattr(tier, name, None))]
-    if not isinstance(getattr(tier, "name", None), str) or not tier.name:
-        missing.insert(0, "a name")
-    if missing:
+    if missing := what_it_lacks(tier):
         raise ConfigError(f"{what} is no lwkv.storage.Tier: it lacks {', '.join(missing)}")
 
 

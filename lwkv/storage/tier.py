@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -84,6 +85,34 @@ class Ordered(Protocol):
         last one may be about to be put: nothing before it is to go for that. May block and raise as the other
         calls.
         """
+
+
+_CALLS: Mapping[str, Sequence[str]] = {
+    "contains": ("keys", "deadline_s"),
+    "get": ("keys", "pages", "deadline_s"),
+    "put": ("keys", "pages", "deadline_s"),
+    "close": (),
+}
+
+
+def what_it_lacks(tier: object) -> list[str]:
+    """What a tier, maybe somebody else's, lacks of a Tier: it would start without, and fail in every call."""
+    name = getattr(tier, "name", None)
+    calls = [f"{call}({', '.join(of)})" for call, of in _CALLS.items() if not _takes(tier, call, of)]
+    return [*([] if isinstance(name, str) and name else ["a name"]), *calls]
+
+
+def _takes(tier: object, name: str, arguments: Sequence[str]) -> bool:
+    method = getattr(tier, name, None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # a builtin, which does not say what it takes
+    return True
 
 
 @runtime_checkable

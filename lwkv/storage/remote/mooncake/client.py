@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lwkv.storage.remote.client_probe import version_of, what_is_missing
 from lwkv.storage.remote.remote_url import RemoteURL, parse_remote_url
 from lwkv.storage.remote.seal import MOST_SEAL_BYTES
 
@@ -44,6 +45,19 @@ _ENVIRONMENT = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_LOG_LEVEL": "ERROR",
 }
+
+_PACKAGE = "mooncake-transfer-engine-non-cuda"
+_NEEDED = (
+    *(
+        f"MooncakeDistributedStore.{call}"
+        for call in (
+            *("setup", "get_hostname", "close", "register_buffer", "get_size", "batch_is_exist"),
+            *("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_remove"),
+        )
+    ),
+    *(f"ReplicateConfig.{name}" for name in ("replica_num", "group_ids", "preferred_segment")),
+)
+"""What is used of the client."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +115,11 @@ def import_mooncake(url: RemoteURL) -> Any:
             f"Mooncake's client cannot be loaded ({error}): pip install 'lwkv[mooncake]'; it also needs "
             "libibverbs (Debian: apt-get install libibverbs1)"
         ) from None
-    if not hasattr(store.MooncakeDistributedStore, "batch_get_into_multi_buffers"):
-        raise url.refuse("Mooncake's client is too old; lwkv is tested with 0.3.13.post1")
+    if missing := what_is_missing(store, dict.fromkeys(_NEEDED, ())):
+        raise url.refuse(
+            f"{_PACKAGE} {version_of(_PACKAGE)} is installed, but 0.3.13.post1 is needed: "
+            f"it lacks {', '.join(missing)}; pip install 'lwkv[mooncake]'"
+        )
     return store
 
 

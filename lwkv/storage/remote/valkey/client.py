@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from lwkv.errors import ConfigError
+from lwkv.storage.remote.client_probe import version_of, what_is_missing
 from lwkv.storage.remote.remote_url import RemoteURL
 from lwkv.storage.remote.valkey.address import ValkeyAddress
 from lwkv.storage.remote.valkey.diagnosis import NOT_ALLOWED, WRONG_LOGIN, find_fault
 from lwkv.storage.remote.valkey.shards import Shard
 
+_CONFIGURATION = (
+    *("use_tls", "credentials", "request_timeout", "reconnect_strategy", "database_id", "client_name"),
+    "advanced_config",
+)
+_NEEDED = {
+    **dict.fromkeys(
+        ("GlideClient._execute_command", "GlideClusterClient._execute_command"), ("response_buffers",)
+    ),
+    **dict.fromkeys(("GlideClientConfiguration", "GlideClusterClientConfiguration"), _CONFIGURATION),
+    **dict.fromkeys(
+        ("AdvancedGlideClientConfiguration", "AdvancedGlideClusterClientConfiguration"), ("tls_config",)
+    ),
+    "TlsAdvancedConfiguration": ("root_pem_cacerts", "client_cert_pem", "client_key_pem"),
+    "BackoffStrategy": ("num_of_retries", "factor", "exponent_base"),
+    "Batch": ("is_atomic",),
+    **dict.fromkeys(
+        (
+            *("NodeAddress", "ServerCredentials", "Logger.init", "LogLevel.OFF"),
+            *("GlideError", "ClosingError", "ConnectionError", "RequestError", "TimeoutError"),
+            *("sync_commands.core.RequestType.HMGet", "GlideClient.exec", "GlideClient.hset"),
+            *("GlideClient.hlen", "GlideClient.hstrlen", "GlideClient.hdel", "GlideClient.unlink"),
+        ),
+        (),
+    ),
+}
+"""What is used of the client."""
 _WRONG_LOGIN = ("WRONGPASS", "NOAUTH")
 _NOT_ALLOWED = ("NOPERM", "PermissionDenied")
 
@@ -66,19 +91,14 @@ def _import_glide(url: RemoteURL) -> Any:
         raise ConfigError(
             f"remote_url {url} needs a client that is not there ({error}): pip install 'lwkv[valkey]'"
         ) from None
-    if not _reads_into_buffers(glide_sync):
+    if missing := what_is_missing(glide_sync, _NEEDED):
         raise url.refuse(
-            f"valkey-glide-sync {version('valkey-glide-sync')} cannot read several values into buffers; lwkv "
-            "is tested with 2.6: pip install 'lwkv[valkey]'"
+            f"valkey-glide-sync {version_of('valkey-glide-sync')} is installed, but 2.6 or later is needed: "
+            f"it lacks {', '.join(missing)}; pip install 'lwkv[valkey]'"
         )
     # It would write to the terminal what is raised anyway; a program that has set its level keeps it.
     glide_sync.Logger.init(glide_sync.LogLevel.OFF)
     return glide_sync
-
-
-def _reads_into_buffers(glide: Any) -> bool:
-    call = getattr(glide.GlideClient, "_execute_command", None)
-    return call is not None and "response_buffers" in inspect.signature(call).parameters
 
 
 def _create(glide: Any, address: ValkeyAddress, made: list[Any]) -> Any:
