@@ -8,10 +8,10 @@ from storage.faulty_tier import FaultyTier
 from storage.rig import Rig
 from storage.servers import (
     Server,
+    any_server_program,
     mooncake_master,
     mooncake_node,
     mooncake_program,
-    redis_program,
     redis_server,
     running,
     tell,
@@ -47,7 +47,7 @@ def rig(make_rig: Callable[..., Rig], tier: FaultyTier) -> Rig:
 
 @pytest.fixture(scope="session")
 def redis_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = redis_server(redis_program(), tmp_path_factory.mktemp("redis"))
+    server = redis_server(any_server_program(), tmp_path_factory.mktemp("redis"))
     with running(server):
         yield server
 

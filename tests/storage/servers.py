@@ -56,6 +56,11 @@ def valkey_program() -> str:
     return str(found[0])
 
 
+def any_server_program() -> str:
+    """A server in the clear, whichever is here: that of the package needs nothing to be installed."""
+    return redis_program() if shutil.which("redis-server") else valkey_program()
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

@@ -14,10 +14,10 @@ import torch
 from oracle import Dims, Oracle, run_slots
 from storage.servers import (
     Server,
+    any_server_program,
     mooncake_master,
     mooncake_node,
     mooncake_program,
-    redis_program,
     redis_server,
     running,
     wait_until,
@@ -42,7 +42,7 @@ class Store(NamedTuple):
 
 
 def start_redis(folder: Path, stack: ExitStack) -> Store:
-    server = redis_server(redis_program(), folder)
+    server = redis_server(any_server_program(), folder)
     stack.enter_context(running(server))
     return Store(f"redis://127.0.0.1:{server.port}?timeout_s=0.5&connect_timeout_s=0.5", server)
 

@@ -17,6 +17,7 @@ from storage.rig import key
 from storage.servers import (
     REDIS_OPTIONS,
     Server,
+    any_server_program,
     free_port,
     redis_program,
     redis_server,
@@ -273,7 +274,7 @@ def test_a_user_who_may_not_write_can_still_read(redis: Server, place: OnServer)
 def test_a_server_that_is_not_there_yet_is_told_of_once_and_used_as_soon_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = redis_server(redis_program(), tmp_path)
+    server = redis_server(any_server_program(), tmp_path)
     place = open_place(server, f"redis://:{SECRET.replace(' ', '')}@127.0.0.1:{{port}}")
     assert len(caplog.messages) == 1
     assert "every chunk is a miss there until it answers" in caplog.text
