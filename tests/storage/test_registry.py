@@ -132,7 +132,7 @@ class Opens:
 class Half:
     name = "half"
 
-    def contains(self) -> None: ...
+    def contains(self, keys: object, deadline_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -149,7 +149,7 @@ BROKEN: dict[str, tuple[object, str]] = {
         Opens(None),
         f"opened: what {HOME} made, None, is no lwkv.storage.Tier: it lacks a name, con",
     ),
-    "half a tier": (Opens(Half()), "is no lwkv.storage.Tier: it lacks get, put"),
+    "half a tier": (Opens(Half()), "is no lwkv.storage.Tier: it lacks get(keys, pages, deadline_s), put("),
 }
 
 
