@@ -39,9 +39,10 @@ class TierPages:
             return
         context = self._context
         layers = range(len(self._futures), min(layer + 1, context.connector.num_layers))
-        self._deadlines += [context.clock() + context.config.load_timeout_s] * len(layers)
         asked = [context.storage.layerwise_batched_get(hold, layers) for hold in self._holds]
         self._futures += map(list, zip(*asked, strict=True))
+        # Behind the calls: when a layer's time is over, a call for it that hangs is known to be late.
+        self._deadlines += [context.clock() + context.config.load_timeout_s] * len(layers)
 
     def are_there(self, layer: int) -> bool:
         """Whether `pages` would not block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -87,6 +88,12 @@ class CircuitBreaker:
         with self._lock:
             now = self._clock()
             return self._is_late(now) or now < self._rest_until
+
+    @property
+    def rests_until(self) -> float:
+        """When the next call may be made, by the clock; infinity for as soon as a late one has ended."""
+        with self._lock:
+            return math.inf if self._is_late(self._clock()) else self._rest_until
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until every call has ended; False if that took longer than `timeout_s` seconds."""

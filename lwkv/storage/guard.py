@@ -102,6 +102,11 @@ class Guard:
         resting = any(calls.is_resting for calls in self._calls)
         return self._gauges.known() | {"resting": int(resting)}
 
+    @property
+    def unread_until(self) -> float:
+        """Until when loads leave the tier alone, as CircuitBreaker.rests_until."""
+        return max(self._reads.rests_until, self._looks.rests_until)
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until nothing is read or written, and `gauges` tells so; False if the former took longer than
         `timeout_s` seconds."""

@@ -68,6 +68,7 @@ class StorageManager:
         self._counters = counters or Counters()
         guards = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
         self.lower = LowerTiers(guards, pool, write_back)
+        self._clock = clock
         self._keep_in_host = keep_in_host
         self._meter = Meter()
         self._growth = Workers("growth", 1, use_device)
@@ -191,6 +192,12 @@ class StorageManager:
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until lower tiers have all chunks; False as LowerTiers.flush."""
         return self.lower.flush(timeout_s)
+
+    def unread_tiers(self) -> dict[str, float]:
+        """Lower tiers that loads leave alone now, and until when by the clock; see Guard.unread_until."""
+        now = self._clock()
+        rests = {guard.name: guard.unread_until for guard in self.lower.guards}
+        return {name: until for name, until in rests.items() if until > now}
 
     @property
     def tier_names(self) -> list[str]:

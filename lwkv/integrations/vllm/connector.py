@@ -102,6 +102,11 @@ class LWKVConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.end()
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        # Every worker names those whose blocks `request_finished` has kept; then vLLM frees them.
+        ended = set() if self._worker is None else self._worker.requests_ended()
+        return ended or None, None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.invalid_blocks()
 
@@ -141,6 +146,9 @@ class LWKVConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self._scheduler.orders(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, block_ids), None
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.learn_failed_blocks(connector_output.invalid_block_ids)

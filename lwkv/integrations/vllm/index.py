@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -18,6 +18,8 @@ class Below(Protocol):
     """One rank's tiers below host memory."""
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
+
+    def leave_alone(self, tiers: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -101,7 +103,9 @@ class ChunkIndex:
         """Take over what a rank has, and has not."""
         self.introduce(report.info)
         rank = self._ranks[report.info.rank]
-        self.changes += bool(report.kept or report.dropped or report.failed)
+        self.changes += bool(report.kept or report.dropped or report.failed or report.unread is not None)
+        if report.unread is not None and rank.below is not None:
+            rank.below.leave_alone(report.unread)
         rank.kept.difference_update(report.dropped)
         rank.kept.update(report.kept)
         rank.failed.difference_update(report.kept)

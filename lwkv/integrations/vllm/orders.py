@@ -62,12 +62,14 @@ class StepOrders:
     Attributes:
         step: counts the scheduler's steps, from 1.
         acknowledged: the last step whose reports the scheduler had when it gave these orders.
+        ended: requests that have ended, whose blocks vLLM keeps until this step has stored out of them.
     """
 
     step: int
     acknowledged: int
     loads: Sequence[Move] = field(default=())
     stores: Sequence[Move] = field(default=())
+    ended: Sequence[str] = field(default=())
 
     @property
     def moves_anything(self) -> bool:

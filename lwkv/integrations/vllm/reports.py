@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -38,6 +38,8 @@ class RankReport:
         kept: chunks that are in host memory or surely will be.
         dropped: chunks that are not in host memory any more.
         failed: chunks that could not be loaded, wherever they were thought to be.
+        unread: the lower tiers that loads leave alone, and for how many seconds, infinity for until the rank
+            reports again; None where that is as reported last.
     """
 
     info: RankInfo
@@ -46,6 +48,7 @@ class RankReport:
     kept: Sequence[bytes] = field(default=())
     dropped: Sequence[bytes] = field(default=())
     failed: Sequence[bytes] = field(default=())
+    unread: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

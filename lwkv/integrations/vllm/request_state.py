@@ -117,6 +117,14 @@ class RequestState:
         ends = [min(end, size * (chunk + 1)) for chunk in missing if chunk + 1 not in missing]
         return [Span(size * first, last, last) for first, last in zip(firsts, ends, strict=True)]
 
+    def store_rest(self, index: ChunkIndex, in_place: int) -> list[Span]:
+        """As `store`, when the request has ended with `in_place` tokens in place."""
+        return self.store(index, max(self._computed, self.cared_for), in_place)
+
+    def has_rest(self, in_place: int) -> bool:
+        """Whether chunks of the first `in_place` tokens are neither cached nor ordered to be stored."""
+        return self.spoiled_from is None and self.chunking.covered(in_place) > self.cared_for
+
     def is_settled(self, computed: int, in_place: int) -> bool:
         """Whether a step from `computed` to `in_place` tokens has nothing to load or to store anew."""
         done = min(self.cared_for, computed)

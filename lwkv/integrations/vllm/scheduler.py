@@ -64,6 +64,7 @@ class SchedulerSide:
         self._window = window
         self._tracked: dict[str, RequestState] = {}
         self._ended: list[RequestState] = []
+        self._leaving: dict[str, tuple[RequestState, Sequence[int]] | None] = {}
         self._step = 0
         self._acknowledged = 0
         self._last_load = 0
@@ -84,19 +85,37 @@ class SchedulerSide:
         if is_cacheable(request):
             self._follow(request).begin(blocks, num_loaded)
 
+    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+        """Whether `blocks`, of a request that has ended, must stay until a step has stored the rest of it.
+
+        A chunk's key needs all of its token ids. Where vLLM schedules a step before it knows what the one
+        before has sampled, the id that fills a chunk is known a step after it was computed.
+        """
+        tracked = self._tracked.get(request.request_id)
+        if not self._role.stores or tracked is None or tracked.request is not request:
+            return False
+        if not tracked.has_rest(self._rest_end(tracked, blocks)):
+            return False
+        self._leaving[request.request_id] = tracked, list(blocks)
+        return True
+
     def orders(self, output: Any) -> StepOrders:
         """What the step of vLLM's scheduler output is to load and to store."""
         self._step += 1
         self._end_requests(output)
+        ended, self._leaving = self._leaving, {}
+        rests = [move for item in ended.values() if item is not None for move in self._rest(*item)]
         scheduled = list(self._scheduled(output))
         loads = [
-            self._move(item, item.tracked.load(item.computed)) for item in scheduled if item.tracked.to_load
+            self._move(item.tracked, item.blocks(), item.tracked.load(item.computed))
+            for item in scheduled
+            if item.tracked.to_load
         ]
         if loads:
             self._last_load = self._step
         self._stale.pass_step(scheduled)
         stores = self._stores(scheduled) if self._role.stores else []
-        return StepOrders(self._step, self._acknowledged, loads, stores)
+        return StepOrders(self._step, self._acknowledged, loads, [*rests, *stores], tuple(ended))
 
     def learn(self, reports: StepReports) -> None:
         """Take over what the ranks report of a step."""
@@ -131,6 +150,7 @@ class SchedulerSide:
         # No other process may have the same: it may have other weights, and the same folder.
         self._epoch = uuid4().hex
         self._tracked.clear()
+        self._leaving = dict.fromkeys(self._leaving)
         self.index.clear()
 
     def _follow(self, request: Any) -> RequestState:
@@ -194,15 +214,34 @@ class SchedulerSide:
 
     def _stores(self, scheduled: Sequence[ScheduledRequest]) -> list[Move]:
         before = [(item.tracked, item.tracked.cared_for) for item in scheduled]
-        stores = [self._move(item, span) for item in scheduled for span in self._to_store(item)]
+        stores = [
+            self._move(item.tracked, item.blocks(), span)
+            for item in scheduled
+            for span in self._to_store(item)
+        ]
         if stores:
             self._cared_for[self._step] = before
         return stores
 
-    def _move(self, item: ScheduledRequest, span: Span) -> Move:
-        move = item.tracked.move(self.index, span, item.blocks())
+    def _rest(self, tracked: RequestState, blocks: Sequence[int]) -> list[Move]:
+        """What is left to store of a request that has ended; its blocks are still its own."""
+        in_place = min(self._rest_end(tracked, blocks), self._stale.sound_tokens(blocks))
+        if self._num_ranks > 1 and self._last_load > self._acknowledged:
+            in_place = min(in_place, tracked.sound)
+        if not tracked.has_rest(in_place):
+            return []
+        return [self._move(tracked, blocks, span) for span in tracked.store_rest(self.index, in_place)]
+
+    def _rest_end(self, tracked: RequestState, blocks: Sequence[int]) -> int:
+        """Tokens of a request that has ended whose KV is in `blocks`, of those that are to be stored."""
+        # The last token was sampled; what stands in its place may be that of a draft.
+        known, computed = int(tracked.request.num_tokens) - 1, int(tracked.request.num_computed_tokens)
+        return self._storable(tracked, min(known, computed, len(blocks) * self._block_size))
+
+    def _move(self, tracked: RequestState, blocks: Sequence[int], span: Span) -> Move:
+        move = tracked.move(self.index, span, blocks)
         if self._chronicle is not None and move.keys:
-            lora = getattr(item.tracked.request, "lora_request", None)
+            lora = getattr(tracked.request, "lora_request", None)
             keys = unpacked(*move.keys[0])
             self._chronicle.expect(move, keys, None if lora is None else str(lora.lora_name))
         return move

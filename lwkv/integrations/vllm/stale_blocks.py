@@ -35,6 +35,11 @@ class StaleBlocks:
         self.additions += any(self._sound.get(block) != 0 for block in blocks)
         self._sound.update(dict.fromkeys(blocks, 0))
 
+    def sound_tokens(self, blocks: Sequence[int]) -> int:
+        """Leading tokens of a request in `blocks` that are in no such block."""
+        bad = (number for number, block in enumerate(blocks) if block in self._sound)
+        return self._block_size * next(bad, len(blocks))
+
     def concern(self, seen: int, written: Sequence[int]) -> bool:
         """Whether a request has to pass a step that writes `written`; `seen` additions were tested."""
         return bool(self._sound) and (seen != self.additions or not self._sound.keys().isdisjoint(written))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 
@@ -25,6 +25,7 @@ class LowerTier:
 
     def __init__(self, tier: Tier, counters: Counters) -> None:
         self._tier = tier
+        self.name = tier.name
         self._calls = CircuitBreaker(tier.name, "lookup", 1, ANSWER_S, counters, time.monotonic)
         self._end = Workers(f"{tier.name}-close", 1)
 
@@ -49,13 +50,25 @@ class LowerTier:
 class LowerTiers:
     """One rank's tiers below host memory, nearest first; see `open_lower_tiers`."""
 
-    def __init__(self, tiers: Sequence[LowerTier]) -> None:
+    def __init__(self, tiers: Sequence[LowerTier], clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers = tiers
+        self._clock = clock
+        self._unread_until: dict[str, float] = {}
+
+    def leave_alone(self, tiers: Mapping[str, float]) -> None:
+        """Find nothing in `tiers`, for so many seconds each, and ask all others again.
+
+        The rank loads nothing from them meanwhile, though a lookup may be answered.
+        """
+        now = self._clock()
+        self._unread_until = {name: now + seconds for name, seconds in tiers.items()}
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each chunk is in one of the tiers."""
-        found = [False] * len(keys)
+        """Whether each chunk is in one of the tiers that the rank reads from."""
+        found, now = [False] * len(keys), self._clock()
         for tier in self._tiers:
+            if now < self._unread_until.get(tier.name, now):
+                continue
             rest = [i for i, there in enumerate(found) if not there]
             if rest:
                 for i, there in zip(rest, tier.contains([keys[i] for i in rest]), strict=True):

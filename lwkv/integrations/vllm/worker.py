@@ -64,14 +64,18 @@ class WorkerSide:
         self._failed: list[ChunkKey] = []
         self._accepted: list[ChunkKey] = []
         self._outcome: tuple[int, bool] | None = None
+        self._unread: dict[str, float] = {}
         self._recomputed = 0
         self._counted: dict[str, int] = {}
         self._loads_ended = self._ended = True
+        self._requests_ended: set[str] = set()
 
     def begin(self, orders: StepOrders) -> None:
         """Take the orders of a step, the same ones any number of times; the one before has ended."""
         if orders is self._orders:
             return
+        if not self._ended:  # nothing is stored out of them any more
+            self._requests_ended.update(self._orders.ended)
         self._orders = orders
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
@@ -119,6 +123,7 @@ class WorkerSide:
         if self._ended:
             return
         self._ended = True
+        self._requests_ended.update(self._orders.ended)
         if self._orders.moves_anything:
             stored = self._end_stores()
             self._outcome = self._orders.step, stored
@@ -127,16 +132,22 @@ class WorkerSide:
                 for move in self._orders.stores:
                     self._accepted += self._keys(move)[move.first // size :]
 
+    def requests_ended(self) -> set[str]:
+        """Requests that have ended whose blocks others may write to from now on; each is given out once."""
+        ended, self._requests_ended = self._requests_ended, set()
+        return ended
+
     def report(self) -> RankReport | None:
         """What there is to tell since the last report; None for nothing."""
         kept, dropped = self._presence.changes(self._accepted)
         failed = [key.hash for key in self._failed]
         self._accepted, self._failed = [], []
         outcome, self._outcome = self._outcome, None
-        if outcome is None and not (kept or dropped or failed):
+        unread = self._new_unread_tiers()
+        if outcome is None and unread is None and not (kept or dropped or failed):
             return None
         step, stored = outcome or (0, True)
-        return RankReport(self.info, step, stored, kept, dropped, failed)
+        return RankReport(self.info, step, stored, kept, dropped, failed, unread)
 
     def new_counts(self) -> dict[str, int]:
         """What the engine counted since the last call; nothing in steps that move nothing."""
@@ -151,6 +162,15 @@ class WorkerSide:
     def close(self) -> None:
         """Give everything back."""
         self.engine.close()
+
+    def _new_unread_tiers(self) -> dict[str, float] | None:
+        """The tiers that loads leave alone, and for how many seconds; None where nothing has changed."""
+        unread = self.engine.parts().storage.unread_tiers()
+        before, self._unread = self._unread, unread
+        if unread == before:
+            return None
+        now = self.engine.parts().clock()
+        return {name: until - now for name, until in unread.items()}
 
     def _load_request(self, move: Move) -> Request:
         """Chunks wholly in front of the first token that is loaded are not asked for, nor held."""

@@ -71,6 +71,7 @@ class ScriptedRequest:
     all_token_ids: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    unseen: list[int] = field(default_factory=list)  # sampled, and not known to the scheduler yet
     is_resumed: bool = False
     restarts: int = 0
 
@@ -84,6 +85,22 @@ class ScriptedRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed
+
+    @property
+    def num_open(self) -> int:
+        """Tokens that can be scheduled beyond those that were."""
+        has_all = self.num_tokens + len(self.unseen) >= self.num_prompt_tokens + self.max_tokens
+        return 0 if has_all else self.num_tokens + len(self.unseen) - self.computed
+
+    def set_back(self, computed: int) -> None:
+        """Compute again from `computed` on; what is under way does not count."""
+        self.computed = computed
+        self.unseen.clear()
+        self.restarts += 1
 
 
 class Blocks:
@@ -180,12 +197,14 @@ class Part:
 
 
 class Result(NamedTuple):
-    """What came of a step: the token after each part, blocks that could not be loaded, what ranks report."""
+    """What came of a step: the token after each part, blocks that could not be loaded, what ranks report, and
+    requests whose blocks all ranks have done with."""
 
     parts: list[Part]
     sampled: list[int]
     invalid: set[int]
     reports: StepReports | None
+    ended: set[str]
 
 
 class Scripted:
@@ -194,6 +213,7 @@ class Scripted:
     Args:
         budget, most: tokens of a step, and of one request in a step.
         ahead: schedules a step before it knows what came of the one before, as vLLM does on accelerators.
+        samples_ahead: ... and before it knows the last token of a request whose next one it schedules.
         shares_failures: has only the first of the requests that share a block compute it again after its load
             has failed, as vLLM does, though the others may then run on garbage. Answers can be wrong.
         lower: tiers below host memory, which all ranks share.
@@ -210,6 +230,7 @@ class Scripted:
         most: int = 1000,
         own_cache: bool = True,
         ahead: bool = False,
+        samples_ahead: bool = False,
         shares_failures: bool = False,
         lower: Sequence[Tier] = (),
         loads: bool = True,
@@ -229,13 +250,15 @@ class Scripted:
         self.blocks = Blocks(num_blocks)
         self.budget = budget
         self.most = most
-        self.ahead = ahead
+        self.ahead = ahead or samples_ahead
+        self.samples_ahead = samples_ahead
         self.shares_failures = shares_failures
         self.in_flight: deque[Result] = deque()
         self.own_cache = own_cache
         self.waiting: list[ScriptedRequest] = []
         self.running: list[ScriptedRequest] = []
         self.finished: set[str] = set()
+        self.kept: dict[str, list[int]] = {}  # blocks of requests that have ended
         self.answers: dict[str, list[int]] = {}
         self.loaded = 0
         self.failed = 0
@@ -260,7 +283,7 @@ class Scripted:
     def run(self, steps: int = 1000) -> None:
         """Step until all requests have ended."""
         for _ in range(steps):
-            if not (self.waiting or self.running or self.in_flight):
+            if not (self.waiting or self.running or self.in_flight or self.kept):
                 return
             self.step()
         raise AssertionError(
@@ -269,6 +292,7 @@ class Scripted:
 
     def at_rest(self) -> None:
         """Check that nothing is held."""
+        assert not self.kept
         for rank in self.ranks:
             assert rank.engine.flush()
             stats = rank.engine.stats()
@@ -282,7 +306,7 @@ class Scripted:
     def _schedule(self) -> tuple[list[Part], Any]:
         budget, parts, new, cached = self.budget, [], [], []
         for request in list(self.running):
-            number = min(budget, self.most, request.num_tokens - request.computed)
+            number = min(budget, self.most, request.num_open)
             if request not in self.running or number <= 0:
                 continue
             blocks = self._more_blocks(request, request.computed + number)
@@ -331,8 +355,8 @@ class Scripted:
         self.preempted += 1
         self.running.remove(request)
         self.blocks.give_back(request.blocks)
-        request.blocks, request.computed, request.is_resumed = [], 0, True
-        request.restarts += 1
+        request.blocks, request.is_resumed = [], True
+        request.set_back(0)
         self.waiting.insert(0, request)
 
     def _part(self, request: ScriptedRequest, number: int) -> Part:
@@ -375,7 +399,8 @@ class Scripted:
                 rank.worker.begin(orders)
             if orders.loads:
                 rank.worker.start_load()
-        below = [[part.request.all_token_ids[t] for t in range(part.begin, part.end)] for part in parts]
+        tokens = [[*part.request.all_token_ids, *part.request.unseen] for part in parts]
+        below = [ids[part.begin : part.end] for part, ids in zip(parts, tokens, strict=True)]
         for layer in range(LAYERS):
             name = f"layers.{layer}"
             for rank in self.ranks:
@@ -392,7 +417,11 @@ class Scripted:
             rank.worker.end()
             invalid |= rank.worker.invalid_blocks()
         sampled = [values[-1] % VOCABULARY for values in below]
-        return Result(parts, sampled, invalid, self._reports())
+        for part, token, ids in zip(parts, sampled, tokens, strict=True):
+            if self.samples_ahead and part.end == len(ids):
+                part.request.unseen.append(token)
+        ended = set.intersection(*(rank.worker.requests_ended() for rank in self.ranks))
+        return Result(parts, sampled, invalid, self._reports(), ended)
 
     def _reports(self) -> StepReports | None:
         """The reports of all ranks that have something to tell."""
@@ -424,6 +453,8 @@ class Scripted:
         self.failed += len(result.invalid)
         if result.invalid:
             self._set_back(result)
+        for request_id in result.ended:
+            self.blocks.give_back(self.kept.pop(request_id))
         for part, token in zip(result.parts, result.sampled, strict=True):
             request = part.request
             if request in self.running and request.restarts == part.restarts:
@@ -433,6 +464,7 @@ class Scripted:
 
     def _append(self, request: ScriptedRequest, token: int) -> None:
         request.all_token_ids.append(token)
+        request.unseen[:1] = []
         if request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
             self.running.remove(request)
             self._end(request)
@@ -447,17 +479,19 @@ class Scripted:
             bad = [number for number, block in enumerate(request.blocks) if block in result.invalid]
             if not bad:
                 continue
-            request.restarts += 1
             own = [number for number in bad if request.blocks[number] not in marked]
             marked.update(request.blocks[number] for number in bad)
             before = min(request.computed, begins.get(id(request), request.computed))
             if not self.shares_failures:
-                request.computed = min(before, bad[0] * BLOCK)
+                request.set_back(min(before, bad[0] * BLOCK))
             else:
-                request.computed = min(before, own[0] * BLOCK) if own else before
+                request.set_back(min(before, own[0] * BLOCK) if own else before)
 
     def _end(self, request: ScriptedRequest) -> None:
-        self.blocks.give_back(request.blocks)
+        if self.scheduler.finished(request, request.blocks):
+            self.kept[request.request_id] = request.blocks
+        else:
+            self.blocks.give_back(request.blocks)
         request.blocks = []
         self.finished.add(request.request_id)
         self.answers[request.request_id] = request.all_token_ids[request.num_prompt_tokens :]

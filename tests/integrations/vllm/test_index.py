@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +26,14 @@ class Shelf:
         self.keys = set(keys)
         self.asked: list[ChunkKey] = []
         self.closed = False
+        self.unread: dict[str, float] | None = None
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self.asked += keys
         return [key in self.keys for key in keys]
+
+    def leave_alone(self, tiers: Mapping[str, float]) -> None:
+        self.unread = dict(tiers)
 
     def close(self) -> None:
         self.closed = True
@@ -113,6 +117,18 @@ def test_no_more_is_promised_than_the_smallest_host_memory_of_a_rank_has_room_fo
         index.introduce(RankInfo(rank, names[rank], most_chunks=room))
     assert index.prefix(index.keys(TOKENS, ())) == 3
     assert index.found(index.keys(TOKENS, ())) == [True] * 8, "what is there is not stored again"
+
+
+def test_tiers_that_a_rank_leaves_alone_are_reported_to_its_lookups_and_are_news() -> None:
+    shelf = Shelf()
+    index = ChunkIndex(1, CHUNK, open_lower_tiers=lambda _: shelf)
+    index.learn(RankReport(info(0), 1))
+    assert shelf.unread is None
+    changes = index.changes
+    for unread in ({"disk": 2.0}, {}):
+        index.learn(RankReport(info(0), 2, unread=unread))
+        assert shelf.unread == unread
+    assert index.changes == changes + 2
 
 
 def test_lower_tiers_are_opened_once_a_rank() -> None:

@@ -76,6 +76,14 @@ KINDS = {
     "rests too": {"save_unfull_chunk": True},
     "two ranks, few blocks, no prefix cache": {"num_ranks": 2, "num_blocks": 30, "own_cache": False},
     "ahead": {"ahead": True, "budget": 10},
+    "asynchronous": {"samples_ahead": True, "budget": 10},
+    "asynchronous, decoded tokens too": {"samples_ahead": True, "save_decode_cache": True},
+    "asynchronous, decoded tokens too, two ranks": {
+        "samples_ahead": True,
+        "save_decode_cache": True,
+        "num_ranks": 2,
+        "num_blocks": 30,
+    },
     "ahead, two ranks, no prefix cache": {"ahead": True, "num_ranks": 2, "own_cache": False, "budget": 10},
 }
 
@@ -228,3 +236,58 @@ def test_what_is_stored_after_a_reset_is_found_by_no_other_process() -> None:
         keys += [tracked.keys(engine.scheduler.index, CHUNK)[0][0]]
         engine.close()
     assert len(set(keys)) == 2
+
+
+@pytest.mark.parametrize("samples_ahead", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("answer", [5, 6, 7, 14])
+def test_what_a_conversation_has_computed_is_found_in_its_next_turn(
+    answer: int, num_ranks: int, samples_ahead: bool
+) -> None:
+    """With the last chunk that is full: its last token's id may be known only when the request has ended."""
+    settings = {"save_decode_cache": True, "samples_ahead": samples_ahead}
+    engine = Scripted(8, num_ranks, own_cache=False, budget=64, **settings)
+    prompt = list(range(CHUNK + 3))
+    engine.add(ScriptedRequest("turn 1", prompt, answer))
+    engine.run()
+    before = [*prompt, *engine.answers["turn 1"]]
+    engine.add(ScriptedRequest("turn 2", [*before, 1, 2, 3], 1))
+    engine.run()
+    # The last token was sampled, and never computed.
+    assert engine.loaded == (len(before) - 1) // CHUNK * CHUNK
+    assert engine.answers["turn 2"] == [expected([*before, 1, 2, 3], num_ranks)]
+    engine.at_rest()
+    engine.close()
+
+
+def test_an_answer_that_is_not_to_be_stored_keeps_no_block_after_its_end() -> None:
+    engine = Scripted(9, own_cache=False, samples_ahead=True)
+    engine.add(ScriptedRequest("request", list(range(CHUNK - 1)), 4))
+    while engine.waiting or engine.running:
+        engine.step()
+    assert not engine.kept
+    engine.close()
+
+
+def test_blocks_are_kept_for_the_rest_of_an_answer_and_given_back_by_the_step_that_stores_it() -> None:
+    engine = Scripted(9, own_cache=False, samples_ahead=True, save_decode_cache=True)
+    engine.add(ScriptedRequest("request", list(range(CHUNK - 1)), 2))
+    while engine.waiting or engine.running:
+        engine.step()
+    assert list(engine.kept) == ["request"]
+    engine.run()
+    assert not engine.kept
+    assert len(engine.scheduler.index) == 1
+    engine.close()
+
+
+def test_blocks_that_were_kept_come_back_where_a_reset_leaves_nothing_to_store() -> None:
+    engine = Scripted(9, own_cache=False, samples_ahead=True, save_decode_cache=True)
+    engine.add(ScriptedRequest("request", list(range(CHUNK - 1)), 2))
+    while engine.waiting or engine.running:
+        engine.step()
+    engine.scheduler.reset()
+    engine.run()
+    assert not engine.kept
+    assert len(engine.scheduler.index) == 0
+    engine.close()

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from storage.faulty_tier import Fault, FaultyTier, hanging
-from storage.rig import key, keys
+from storage.rig import Clock, key, keys
 
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm import tier_lookup
@@ -59,6 +60,24 @@ def test_a_tier_that_does_not_answer_has_nothing_and_is_let_alone(monkeypatch: p
     assert [name for name, _ in tier.calls].count("contains") <= 1
     assert fault.gate is not None
     fault.gate.set()
+    tiers.close()
+
+
+def test_a_tier_that_the_rank_does_not_read_has_nothing_for_as_long() -> None:
+    near, far = holding(1), holding(2)
+    near.name, far.name = "near", "far"
+    clock = Clock()
+    tiers = LowerTiers([LowerTier(tier, Counters()) for tier in (near, far)], clock)
+    tiers.leave_alone({"near": 2.0})
+    assert tiers.contains(keys(1, 2)) == [False, True]
+    assert near.calls_of("contains") == []
+    clock.now += 2.0
+    assert tiers.contains(keys(1, 2)) == [True, True]
+    tiers.leave_alone({"far": math.inf})
+    clock.now += 1e9
+    assert tiers.contains(keys(1, 2)) == [True, False]
+    tiers.leave_alone({})
+    assert tiers.contains(keys(1, 2)) == [True, True]
     tiers.close()
 
 

@@ -75,3 +75,18 @@ def test_the_scheduler_learns_for_how_many_chunks_there_is_room() -> None:
     rank = RankOfModel(0, 1, 16, 7, {})
     assert rank.worker.info.most_chunks == rank.engine.parts().storage.most_chunks == 7
     rank.worker.close()
+
+
+def test_requests_that_have_ended_are_given_out_once_when_their_step_has_ended_or_was_given_up() -> None:
+    rank = RankOfModel(0, 1, 16, 8, {})
+    rank.worker.begin(StepOrders(1, 0, [], [move([])], ["a"]))
+    assert rank.worker.requests_ended() == set(), "the blocks are still read"
+    rank.worker.end()
+    assert rank.worker.requests_ended() == {"a"}
+    assert rank.worker.requests_ended() == set()
+    rank.worker.begin(StepOrders(2, 1, ended=["b"]))
+    rank.worker.begin(StepOrders(3, 1, ended=["c"]))
+    assert rank.worker.requests_ended() == {"b"}
+    rank.worker.end()
+    assert rank.worker.requests_ended() == {"c"}
+    rank.worker.close()
