@@ -20,7 +20,7 @@ from lwkv.telemetry.timeline import Timeline
 
 
 class BufferConnector(PagedConnector):
-    """A PagedConnector with two loaders on one lane, which keep no batch apart from each other's.
+    """A PagedConnector with two loaders, which share one lane.
 
     Attributes:
         loader: its loads stop over in a contiguous buffer of a few layers.
@@ -80,8 +80,8 @@ class BufferConnector(PagedConnector):
         table = torch.zeros(1, len(rope.frequencies), device=self.device)
         turn = Turn(table, table, rows.slots, rope.interleaved)
         for target in (buffer, *self.layers):
-            sharing = StagedLayers([target], lane.buffers[0].memory, 0, rows, turn)
-            self.platform.launch(lane.kernels, partial(self.kernels.move_layers, True, sharing))
+            staged = StagedLayers([target], lane.buffers[0].memory, 0, rows, turn)
+            self.platform.launch(lane.kernels, partial(self.kernels.move_layers, True, staged))
 
 
 def _shape(layer: PagedLayer) -> tuple[object, ...]:

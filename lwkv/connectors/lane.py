@@ -72,14 +72,14 @@ class Lane:
         buffer.holds = None
         return buffer
 
-    def move(self, sharing: StagedLayers) -> None:
+    def move(self, staged: StagedLayers) -> None:
         """Queue what scatters rows of layers that share their staging, or for saves gathers them."""
         handle = self._platform.launch_handle(self.kernels) if self._takes_handles else None
         if handle is None:
-            self._platform.launch(self.kernels, partial(self._move, sharing))
+            self._platform.launch(self.kernels, partial(self._move, staged))
         else:
             # To make the stream the current one and back takes longer than the launch.
-            self._move(sharing, handle)
+            self._move(staged, handle)
 
     def mark_filled(self, buffer: StagingBuffer) -> None:
         """Take the buffer as full once all that the filling stream holds now is done."""

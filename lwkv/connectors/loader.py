@@ -52,7 +52,7 @@ LoadT = TypeVar("LoadT", bound=Load)
 class Loader(ABC, Generic[LoadT]):
     """The loading side of a connector; the host never waits for the device here, but in `end_load`.
 
-    A kind of load, `LoadT`, is begun by a loader of its own, which is given it back for all else.
+    Each kind of load has a loader of its own: give a load only to the loader that began it.
 
     Args:
         lookahead_layers: layers that are queued before the model asks for them, where they come from lower
@@ -156,8 +156,11 @@ class Loader(ABC, Generic[LoadT]):
     def _scatter(
         self, load: LoadT, targets: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice
     ) -> None:
-        """Queue what makes rows of `targets` of the pages in a staging buffer, for a slice that has rows."""
-        load.lane.move(load.plan.sharing(targets, staging, piece.rows))
+        """Queue what turns the pages in a staging buffer into rows of `targets`, for a slice that has rows.
+
+        All that comes before moves pages as they are; only this knows what is in them.
+        """
+        load.lane.move(load.plan.staged(targets, staging, piece.rows))
 
     def _fill_ahead(self, load: LoadT, pages: Int64s) -> None:
         """Queue as many copies as there are staging buffers; `pages` are int64 (layers, chunks).

@@ -99,8 +99,8 @@ class PagedConnector(Caches):
             groups += [list(self.layers[:2])] * (self.num_layers > 1)
         for lane, scatter in ((self.loader.lane, True), (self.saver.lane, False)):
             for layers in groups:
-                sharing = StagedLayers(layers, lane.buffers[0].memory, 0, rows)
-                self.platform.launch(lane.kernels, partial(self.kernels.move_layers, scatter, sharing))
+                staged = StagedLayers(layers, lane.buffers[0].memory, 0, rows)
+                self.platform.launch(lane.kernels, partial(self.kernels.move_layers, scatter, staged))
 
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())

@@ -130,8 +130,11 @@ class Saver:
             recording.end(lane.copies)
 
     def _gather(self, save: Save, sources: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice) -> None:
-        """Queue what makes pages in a staging buffer of a slice's rows of `sources`."""
-        save.lane.move(save.plan.sharing(sources, staging, piece.rows))
+        """Queue what turns a slice's rows of `sources` into pages in a staging buffer.
+
+        All that comes after moves pages as they are.
+        """
+        save.lane.move(save.plan.staged(sources, staging, piece.rows))
 
     def _mark_before(self, save: Save) -> None:
         """Record that all copies queued so far are done. The event is this batch's own: see `Lane`."""

@@ -114,7 +114,7 @@ class Plan:
             self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
         return self._slices[shape]
 
-    def sharing(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> StagedLayers:
+    def staged(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> StagedLayers:
         """What is moved of layers that lie in one staging buffer, page behind page."""
         return StagedLayers(layers, staging, self._layer_bytes, rows)
 

@@ -78,8 +78,8 @@ class TurningLoader(Loader[TurnedT]):
     def _scatter(
         self, load: TurnedT, targets: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice
     ) -> None:
-        sharing = load.plan.sharing(targets, staging, load.arrival(piece))
-        load.lane.move(sharing._replace(turn=load.turn_of(piece)))
+        staged = load.plan.staged(targets, staging, load.arrival(piece))
+        load.lane.move(staged._replace(turn=load.turn_of(piece)))
 
     def _turning(self, plan: Plan, shift: Int64s | None) -> Turning | None:
         """What turns keys by `shift`. Raises RequestError as `begin_load`."""

@@ -56,7 +56,7 @@ class StagedLayers(NamedTuple):
     rows: Rows
     turn: Turn | None = None
 
-    def parts(self) -> Iterator[tuple[PagedLayer, Tensor]]:
+    def one_by_one(self) -> Iterator[tuple[PagedLayer, Tensor]]:
         """Each layer with its staging."""
         for number, layer in enumerate(self.layers):
             yield layer, self.staging[number * self.layer_bytes :] if number else self.staging
@@ -86,8 +86,8 @@ class Kernels(Protocol):
     def prepare(self, layers: Sequence[PagedLayer]) -> None:
         """Make ready for calls that move neighbours among `layers` together, all of one `form`."""
 
-    def move_layers(self, scatter: bool, sharing: StagedLayers, handle: int | None = None) -> None:
-        """Scatter or gather neighbours among the layers that were introduced, in order; or any single one.
+    def move_layers(self, scatter: bool, staged: StagedLayers, handle: int | None = None) -> None:
+        """Scatter or gather neighbours among the layers that were prepared, in order; or any single one.
 
         Args:
             handle: of the stream, where `takes_handles`; None for the current one.

@@ -13,7 +13,7 @@ from lwkv.kernels.rotation import check_rotatable, rotate
 from lwkv.layouts.paged_layer import PagedLayer
 
 # A paged view and where in it the rows are; staging as [rows, heads, width] and where in it they are.
-Part: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]"
+RowMove: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]"
 
 
 class TorchKernels:
@@ -29,29 +29,29 @@ class TorchKernels:
     def scatter(self, layer: PagedLayer, staging: Tensor, rows: Rows, turn: Turn | None = None) -> None:
         if turn is not None:
             check_rotatable(layer)
-        for part, (cache, place, staged, numbers) in enumerate(_parts(layer, staging, rows)):
-            words = staged.index_select(0, numbers)
+        for part, (cache, place, packed, numbers) in enumerate(_row_moves(layer, staging, rows)):
+            words = packed.index_select(0, numbers)
             if turn is not None and part == 0:
                 rotate(words.view(layer.dtype), turn)
             cache[place] = words
 
     @torch.inference_mode()
     def gather(self, layer: PagedLayer, staging: Tensor, rows: Rows) -> None:
-        for cache, place, staged, numbers in _parts(layer, staging, rows):
-            staged[numbers] = cache[place]
+        for cache, place, packed, numbers in _row_moves(layer, staging, rows):
+            packed[numbers] = cache[place]
 
     def prepare(self, layers: Sequence[PagedLayer]) -> None:
         pass
 
-    def move_layers(self, scatter: bool, sharing: StagedLayers, handle: int | None = None) -> None:
-        for layer, staging in sharing.parts():
+    def move_layers(self, scatter: bool, staged: StagedLayers, handle: int | None = None) -> None:
+        for layer, staging in staged.one_by_one():
             if scatter:
-                self.scatter(layer, staging, sharing.rows, sharing.turn)
+                self.scatter(layer, staging, staged.rows, staged.turn)
             else:
-                self.gather(layer, staging, sharing.rows)
+                self.gather(layer, staging, staged.rows)
 
 
-def _parts(layer: PagedLayer, staging: Tensor, rows: Rows) -> Iterator[Part]:
+def _row_moves(layer: PagedLayer, staging: Tensor, rows: Rows) -> Iterator[RowMove]:
     """Of K and, where there is one, V."""
     block_size = layer.k.shape[1]
     place = rows.slots // block_size, rows.slots % block_size

@@ -50,6 +50,7 @@ class BatchRetrieval:
             than which chunks it has.
 
     Attributes:
+        is_open: whether `open` was called.
         reached: the layer of the last `advance`: it is queued, if it is there, and the one before waited for.
     """
 

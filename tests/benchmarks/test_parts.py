@@ -83,9 +83,9 @@ def test_moves_are_checked_and_compared_with_the_ceiling_of_the_run(bench: Bench
 def test_a_wrong_byte_is_found_and_is_a_fault(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = type(choose_kernels(bench.platform))
 
-    def move_all_but_the_first(self: Any, scatter: bool, sharing: Any, *rest: Any) -> None:
-        if not scatter or sharing.layers[0] is not first[0]:
-            move_rightly(self, scatter, sharing, *rest)
+    def move_all_but_the_first(self: Any, scatter: bool, staged: Any, *rest: Any) -> None:
+        if not scatter or staged.layers[0] is not first[0]:
+            move_rightly(self, scatter, staged, *rest)
 
     def prepare(self: Any, layers: Any) -> None:
         first[:] = layers[:1]

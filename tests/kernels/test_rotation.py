@@ -73,8 +73,8 @@ def turn(kernels: Kernels, run: Callable, device: torch.device) -> Callable[...,
         layer = PagedLayer("deep.0", raw.dtype, k.view(INTEGERS[raw.dtype.itemsize]), None)
         number = torch.arange(len(raw), device=device)
         staging, how = raw.to(device).view(torch.uint8).flatten(), turn_by(shift, half, interleaved, device)
-        sharing = StagedLayers([layer], staging, 0, Rows(number, number, number), how)
-        run(lambda: kernels.move_layers(True, sharing))
+        staged = StagedLayers([layer], staging, 0, Rows(number, number, number), how)
+        run(lambda: kernels.move_layers(True, staged))
         return k[0].cpu()
 
     return turned
@@ -125,8 +125,8 @@ def test_a_rotated_scatter_turns_k_and_leaves_v(
     staging = raw.view(torch.uint8).flatten().to(device)
     numbers = [torch.tensor(n).to(device) for n in ([19, 3, 11, 4], [0, 1, 2, 3], [4, 5, 6, 7])]
     shift = torch.tensor([5, -2, 100, 0])
-    sharing = StagedLayers([layer], staging, 0, Rows(*numbers), turn_by(shift, half, interleaved, device))
-    run(lambda: kernels.move_layers(True, sharing))
+    staged = StagedLayers([layer], staging, 0, Rows(*numbers), turn_by(shift, half, interleaved, device))
+    run(lambda: kernels.move_layers(True, staged))
     k, v = cache.cpu().view(dtype).flatten(1, 2)
     close(k[[19, 3, 11, 4]], rope(raw[:4], shift, half, interleaved), dtype)
     assert torch.equal(k.view(integer)[[19, 3, 11], :, 2 * half :], raw.view(integer)[:3, :, 2 * half :])

@@ -40,27 +40,27 @@ class TritonKernels:
         if self.takes_handles:
             self._joined = join_layers(layers, self._compiled)
 
-    def move_layers(self, scatter: bool, sharing: StagedLayers, handle: int | None = None) -> None:
-        layers, staging, step, _, turn = sharing
+    def move_layers(self, scatter: bool, staged: StagedLayers, handle: int | None = None) -> None:
+        layers, staging, step, _, turn = staged
         first = layers[0]
         if len(layers) == 1 and turn is not None:
-            self._scatter_turned(sharing, turn, handle)
+            self._scatter_turned(staged, turn, handle)
         elif len(layers) == 1:
             launch = self._find(first, (scatter, staging.data_ptr() % 16), self._make_move)
-            launch(sharing, (staging.numel() // first.row_bytes,), handle)
+            launch(staged, (staging.numel() // first.row_bytes,), handle)
         elif self._joined and turn is None:
             sizes = step // first.row_bytes, step // first.words[0].element_size()
-            self._joined[scatter, first](sharing, sizes, handle)
+            self._joined[scatter, first](staged, sizes, handle)
         else:
-            for layer, part in sharing.parts():
-                self.move_layers(scatter, sharing._replace(layers=[layer], staging=part), handle)
+            for layer, its_staging in staged.one_by_one():
+                self.move_layers(scatter, staged._replace(layers=[layer], staging=its_staging), handle)
 
-    def _scatter_turned(self, sharing: StagedLayers, turn: Turn, handle: int | None) -> None:
-        (layer,), (cos, sin, angle_of, interleaved), staging = sharing.layers, turn, sharing.staging
+    def _scatter_turned(self, staged: StagedLayers, turn: Turn, handle: int | None) -> None:
+        (layer,), (cos, sin, angle_of, interleaved), staging = staged.layers, turn, staged.staging
         check_rotatable(layer)
         key = (interleaved, cos.shape[1], *(t.data_ptr() % 16 for t in (staging, cos, sin)))
         launch = self._find(layer, key, self._make_turned)
-        launch(sharing, (staging.numel() // layer.row_bytes,), handle, cos, sin, angle_of)
+        launch(staged, (staging.numel() // layer.row_bytes,), handle, cos, sin, angle_of)
 
     def _find(self, layer: PagedLayer, key: Key, make: Callable[[PagedLayer, Key], Launch]) -> Launch:
         launches = self._launches.setdefault(layer, {})

@@ -48,10 +48,10 @@ class Launch:
         self._form, self._compiled = (kernel, key, *alike, *self._constants), compiled
 
     def __call__(
-        self, sharing: StagedLayers, sizes: tuple[int, ...], handle: int | None, *tables: Tensor
+        self, staged: StagedLayers, sizes: tuple[int, ...], handle: int | None, *tables: Tensor
     ) -> None:
         """Queue it; `sizes` are what it takes between its number of rows and its constants."""
-        layers, staging, _, rows, _ = sharing
+        layers, staging, _, rows, _ = staged
         count = rows.slots.shape[0]
         grid = -(-count // self._down), -(-self._across // self._columns), len(layers)
         numbers = (count, self._num_rows, *sizes, *self._constants)

@@ -63,8 +63,8 @@ def test_a_staging_row_out_of_range_is_left_out(
     rows = rows_of(device, [2, 9, 5], [0, outside, 2], [3, 4, outside])
     for how in (None, turn):
         cache.copy_(before)
-        sharing = StagedLayers([layer], staging, 0, rows, how)
-        run(lambda sharing=sharing: best.move_layers(True, sharing))
+        staged = StagedLayers([layer], staging, 0, rows, how)
+        run(lambda staged=staged: best.move_layers(True, staged))
         wanted = before.clone().flatten(1, 2)
         wanted[0, [2, 5]] = 0
         wanted[1, [2, 9]] = 0
