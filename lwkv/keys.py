@@ -90,7 +90,12 @@ def make_namespace(
 
 
 def chunk_keys(
-    tokens: TokenIds, chunk_size: int, namespace: str, salts: Sequence[str] = (), partial: bool = False
+    tokens: TokenIds,
+    chunk_size: int,
+    namespace: str,
+    salts: Sequence[str] = (),
+    partial: bool = False,
+    after: ChunkKey | None = None,
 ) -> list[ChunkKey]:
     """Give the key of every full chunk of `tokens`, and with `partial` one for the rest that fills none.
 
@@ -98,6 +103,7 @@ def chunk_keys(
         tokens: see `as_token_ids`.
         salts: what else changes the bytes of this request, in an order that never varies: LoRA, cache salt,
             hashes and offsets of multimodal parts.
+        after: the key of the full chunk in front of `tokens`, with the same salts; None for none.
 
     Raises:
         RequestError: wrong tokens, `chunk_size` not above 0, or salts that are no list or tuple of texts.
@@ -107,8 +113,7 @@ def chunk_keys(
     ids = as_token_ids(tokens).astype("<i8", copy=False)
     stop = len(ids) if partial else len(ids) - len(ids) % chunk_size
     data = memoryview(ids.tobytes())
-    root = _encode([namespace, str(chunk_size), *as_salts(salts)])
-    parent = blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()
+    parent = _root(namespace, chunk_size, salts) if after is None else after.hash
     keys = []
     for start in range(0, 8 * stop, 8 * chunk_size):
         both = b"".join((parent, data[start : start + 8 * chunk_size]))
@@ -131,6 +136,11 @@ def as_token_ids(tokens: TokenIds) -> Int64s:
     if ids.size and int(ids.min()) < 0:
         raise RequestError(f"token ids: got {int(ids.min())}, or an id above 2**63 - 1; allowed: {_ANY_IDS}")
     return ids
+
+
+def _root(namespace: str, chunk_size: int, salts: Sequence[str]) -> bytes:
+    root = _encode([namespace, str(chunk_size), *as_salts(salts)])
+    return blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()
 
 
 def as_salts(salts: Any) -> tuple[str, ...]:

@@ -185,7 +185,13 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         num_ranks=ranks,
         window=window_of(group),
         chronicle=KVEventLog(config.chunk_size) if _announces(vllm_config) else None,
+        most_decoded=1 + _most_drafts(vllm_config),
     )
+
+
+def _most_drafts(vllm_config: Any) -> int:
+    """Draft tokens of a request in one step."""
+    return int(getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0)
 
 
 def _announces(vllm_config: Any) -> bool:

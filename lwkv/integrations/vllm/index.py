@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol, TypeAlias
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
@@ -12,6 +14,9 @@ from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.platforms.protocol import Int64s
 
 RankKeys: TypeAlias = "list[list[ChunkKey]]"
+
+MOST_NEWS = 256
+"""Changes that are remembered; who has missed more looks everything up again."""
 
 
 class Below(Protocol):
@@ -59,7 +64,7 @@ class ChunkIndex:
         clock: seconds.
 
     Attributes:
-        changes: counts what was learnt; lookups may have other answers since.
+        changes: counts what was learnt; lookups of what it concerns may have other answers since.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class ChunkIndex:
         self._partial = partial
         self._open_below = open_lower_tiers
         self._ranks: dict[int, Rank] = {}
+        # What the last changes were about; None for everything.
+        self._news: deque[frozenset[bytes] | None] = deque(maxlen=MOST_NEWS)
 
     @property
     def tokens_per_row(self) -> int:
@@ -96,16 +103,19 @@ class ChunkIndex:
         """Learn how a rank names its chunks. Raises ConfigError where its lower tiers cannot be opened."""
         known = self._ranks.get(info.rank)
         if known is None or known.info != info:
-            self.changes += 1
+            self._note(None)
             self._ranks[info.rank] = Rank(info, self._open_below(info) if self._open_below else None)
 
     def learn(self, report: RankReport) -> None:
         """Take over what a rank has, and has not."""
         self.introduce(report.info)
         rank = self._ranks[report.info.rank]
-        self.changes += bool(report.kept or report.dropped or report.failed or report.unread is not None)
         if report.unread is not None and rank.below is not None:
             rank.below.leave_alone(report.unread)
+        if report.unread is not None:
+            self._note(None)
+        elif news := frozenset((*report.kept, *report.dropped, *report.failed)):
+            self._note(news)
         rank.kept.difference_update(report.dropped)
         rank.kept.update(report.kept)
         rank.failed.difference_update(report.kept)
@@ -115,17 +125,25 @@ class ChunkIndex:
 
     def clear(self) -> None:
         """Forget all chunks."""
-        self.changes += 1
+        self._note(None)
         for rank in self._ranks.values():
             rank.kept.clear()
             rank.failed.clear()
 
     def keys(self, tokens: Int64s, salts: Sequence[str]) -> RankKeys:
         """The keys of the chunks of `tokens`, for each rank; none before all ranks are known."""
+        return self.more_keys([], tokens, salts)
+
+    def more_keys(self, keys: RankKeys, tokens: Int64s, salts: Sequence[str]) -> RankKeys:
+        """`keys`, of full chunks, with those of `tokens` behind them, which alone are hashed."""
         if len(self._ranks) < self._num_ranks:
             return []
         names = [self._ranks[number].info.namespace for number in sorted(self._ranks)]
-        return [chunk_keys(tokens, self._chunk_size, name, salts, self._partial) for name in names]
+        keys = keys or [[] for _ in names]
+        for own, name in zip(keys, names, strict=True):
+            last = own[-1] if own else None
+            own += chunk_keys(tokens, self._chunk_size, name, salts, self._partial, last)
+        return keys
 
     def has(self, keys: RankKeys, chunk: int) -> bool:
         """Whether a chunk is in every rank's host memory."""
@@ -140,11 +158,23 @@ class ChunkIndex:
         """How many leading chunks every rank can load, out of any tier."""
         return min(leading(self.found(keys)), self.most_chunks)
 
+    def has_news(self, of: Set[bytes], since: int) -> bool:
+        """Whether any change after the first `since` was about one of these chunks, by their hashes."""
+        number = self.changes - since
+        if number > len(self._news):
+            return True
+        recent = islice(reversed(self._news), number)
+        return any(news is None or not news.isdisjoint(of) for news in recent)
+
     def close(self) -> None:
         """Close the lower tiers."""
         for rank in self._ranks.values():
             if rank.below is not None:
                 rank.below.close()
+
+    def _note(self, news: frozenset[bytes] | None) -> None:
+        self.changes += 1
+        self._news.append(news)
 
     def _each(self, keys: RankKeys) -> Iterator[tuple[Rank, list[ChunkKey]]]:
         """Every rank with its own keys."""

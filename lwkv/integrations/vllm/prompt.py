@@ -12,19 +12,20 @@ from lwkv.platforms.protocol import Int64s
 _MEDIA_BIT = 1 << 62
 
 
-def token_ids(request: Any, num_tokens: int) -> Int64s:
-    """The first `num_tokens` ids, int64, prompt and output, on which the KV depends.
+def token_ids(request: Any, num_tokens: int, first: int = 0) -> Int64s:
+    """The ids of tokens [first, num_tokens), int64, prompt and output, on which the KV depends.
 
     Placeholders of images and other media are the same in every prompt. Each is replaced by 62 bits out of
     its medium's own identifier, so that keys depend on every medium and on where it stands.
     """
-    ids = np.array(request.all_token_ids[:num_tokens], np.int64)
+    ids = np.array(request.all_token_ids[first:num_tokens], np.int64)
     for feature in getattr(request, "mm_features", None) or ():
-        position = feature.mm_position
-        stand_ins = _stand_ins(str(feature.identifier), position.length)
-        # A prompt may be cut within a medium.
-        end = min(position.offset + position.length, len(ids))
-        ids[position.offset : end] = stand_ins[: max(0, end - position.offset)]
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        # The range may begin or end within a medium.
+        begin, end = max(offset, first), min(offset + length, first + len(ids))
+        if begin < end:
+            stand_ins = _stand_ins(str(feature.identifier), length)
+            ids[begin - first : end - first] = stand_ins[begin - offset : end - offset]
     return ids
 
 

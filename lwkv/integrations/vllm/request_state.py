@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lwkv.integrations.vllm.index import ChunkIndex, RankKeys, leading
-from lwkv.integrations.vllm.orders import Move, packed
+from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, packed
 from lwkv.integrations.vllm.prompt import salts_of, token_ids
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import Chunking
@@ -50,21 +50,35 @@ class RequestState:
     spoiled_from: int | None = None
     tested_after: int = 0
     _ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    _num_read: int = 0
     _keys: RankKeys = field(default_factory=list)
+    _keyed: int = 0
     _computed: int = 0
     _found: Sequence[bool] = ()
-    _found_for: tuple[int, int] | None = None
+    _found_for: int | None = None
     _found_at: float = 0.0
+    _found_after: int = 0
+    _names: frozenset[bytes] = frozenset()
 
     @classmethod
     def follow(cls, request: Any, chunking: Chunking, epoch: str) -> RequestState:
         return cls(request, salts_of(request, epoch), chunking)
 
     def keys(self, index: ChunkIndex, num_tokens: int) -> RankKeys:
-        """For each rank the keys of all chunks of the first `num_tokens` tokens, and maybe of more."""
-        if self._lacks(num_tokens) or not self._keys:
-            self._ids = token_ids(self.request, num_tokens)
-            self._keys = index.keys(self._ids[: self.chunking.covered(num_tokens)], self.salts)
+        """For each rank the keys of all chunks of the first `num_tokens` tokens, and maybe of more.
+
+        Tokens are read, and chunks hashed, once: a new chunk costs its own tokens. The list is not the
+        caller's to keep.
+        """
+        covered, size = self.chunking.covered(num_tokens), self.chunking.chunk_size
+        # The key of a rest stands for just its tokens.
+        has_them = self._keyed == covered if self.chunking.partial else self._keyed >= covered
+        if not (has_them and self._keys):
+            self._read(covered)
+            full = min(self._keyed, covered) // size
+            kept = self._keys if full * size == self._keyed else [own[:full] for own in self._keys]
+            self._keys = index.more_keys(kept, self._ids[full * size : covered], self.salts)
+            self._keyed = covered if self._keys else 0
         return self._keys
 
     def hit(self, index: ChunkIndex, block_size: int, num_local: int) -> int:
@@ -130,19 +144,38 @@ class RequestState:
         done = min(self.cared_for, computed)
         return not self.to_load and self.spoiled_from is None and done >= self.chunking.covered(in_place)
 
-    def move(self, index: ChunkIndex, span: Span, blocks: Sequence[int]) -> Move:
+    def steps_asleep(self, in_place: int, decodes_too: bool, most_tokens: int) -> int | None:
+        """For how many steps after one with `in_place` tokens there is nothing to do; None for all others.
+
+        Args:
+            decodes_too: whether generated tokens are stored.
+            most_tokens: that a request gets in a step where it only decodes.
+        """
+        if self.to_load or self.spoiled_from is not None or in_place < int(self.request.num_tokens):
+            return 0
+        if not decodes_too:
+            done = self.cared_for >= self.chunking.covered(int(self.request.num_prompt_tokens))
+            return None if done else 0
+        missing = self.cared_for + self.chunking.chunk_size - in_place
+        return max(0, -(-missing // most_tokens) - 1)
+
+    def move(self, index: ChunkIndex, span: Span, blocks: Sequence[int], block_size: int) -> Move:
         """The order to move `span` into or out of `blocks`."""
         whole = -(-span.num_tokens // self.chunking.chunk_size)
         keys = [packed(own[:whole]) for own in self.keys(index, span.num_tokens) if own]
-        ids = self._ids[: span.num_tokens]
-        return Move(ids, self.salts, np.array(blocks, np.int64), span.first, span.end, keys)
+        ids = self._read(span.num_tokens)
+        return Move(ids, self.salts, _block_row(blocks, block_size, span), span.first, span.end, keys)
 
     def _look_up(self, index: ChunkIndex, num_tokens: int) -> None:
         """Find out which chunks are cached. While a request waits, vLLM asks every step."""
-        now, asked = index.clock(), (num_tokens, index.changes)
-        if asked != self._found_for or now - self._found_at >= ASK_AGAIN_S:
-            self._found = index.found(self.keys(index, num_tokens))
-            self._found_for, self._found_at = asked, now
+        now = index.clock()
+        is_same = self._found_for == num_tokens and now - self._found_at < ASK_AGAIN_S
+        if not is_same or index.has_news(self._names, self._found_after):
+            keys = self.keys(index, num_tokens)
+            self._found = index.found(keys)
+            self._found_for, self._found_at = num_tokens, now
+            self._names = frozenset(key.hash for own in keys for key in own)
+        self._found_after = index.changes
 
     def _is_found(self, chunk: int) -> bool:
         """Whether a chunk was cached, in any tier, when the request began to run."""
@@ -153,6 +186,23 @@ class RequestState:
         chunk = computed // self.chunking.chunk_size
         self.cared_for, self._found = chunk * self.chunking.chunk_size, self._found[:chunk]
 
-    def _lacks(self, num_tokens: int) -> bool:
-        """Whether there are no keys for `num_tokens` tokens yet; the key of a rest is for just its tokens."""
-        return len(self._ids) != num_tokens if self.chunking.partial else len(self._ids) < num_tokens
+    def _read(self, num_tokens: int) -> Int64s:
+        """The ids of the first `num_tokens` tokens; what was read before is not read again."""
+        known = self._num_read
+        if num_tokens > known:
+            if num_tokens > len(self._ids):
+                # What was given out stays as it is.
+                grown = np.zeros(max(num_tokens, 2 * len(self._ids)), np.int64)
+                grown[:known] = self._ids[:known]
+                self._ids = grown
+            self._ids[known:num_tokens] = token_ids(self.request, num_tokens, known)
+            self._num_read = num_tokens
+        return self._ids[:num_tokens]
+
+
+def _block_row(blocks: Sequence[int], block_size: int, span: Span) -> Int64s:
+    """`blocks`, int64; NULL_BLOCK for those that `span` does not touch: a long prompt has many."""
+    first, end = span.first // block_size, min(-(-span.end // block_size), len(blocks))
+    row = np.full(end, NULL_BLOCK, np.int64)
+    row[first:end] = blocks[first:end]
+    return row

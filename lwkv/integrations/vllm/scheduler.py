@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 from uuid import uuid4
 
 from lwkv.config.settings import Config
+from lwkv.integrations.vllm.agenda import Agenda
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.kv_events import KVEventLog, Removed, Stored
-from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders, unpacked
+from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders
 from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.reports import StepReports
 from lwkv.integrations.vllm.request_state import RequestState, Span
@@ -43,6 +45,7 @@ class SchedulerSide:
         num_ranks: workers, over tensor and pipeline parallel.
         window: tokens that the model looks back, where blocks behind them are given to others; else None.
         chronicle: writes down what comes and goes; None for not at all.
+        most_decoded: tokens that a request gets in a step where it only decodes, drafts included.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class SchedulerSide:
         num_ranks: int = 1,
         window: int | None = None,
         chronicle: KVEventLog | None = None,
+        most_decoded: int = 1,
     ) -> None:
         self.index = index
         self._chronicle = chronicle
@@ -62,6 +66,8 @@ class SchedulerSide:
         self._block_size = block_size
         self._num_ranks = num_ranks
         self._window = window
+        self._most_decoded = most_decoded
+        self._agenda = Agenda()
         self._tracked: dict[str, RequestState] = {}
         self._ended: list[RequestState] = []
         self._leaving: dict[str, tuple[RequestState, Sequence[int]] | None] = {}
@@ -84,6 +90,7 @@ class SchedulerSide:
         """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it."""
         if is_cacheable(request):
             self._follow(request).begin(blocks, num_loaded)
+            self._agenda.wake(request.request_id)
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """Whether `blocks`, of a request that has ended, must stay until a step has stored the rest of it.
@@ -115,6 +122,8 @@ class SchedulerSide:
             self._last_load = self._step
         self._stale.pass_step(scheduled)
         stores = self._stores(scheduled) if self._role.stores else []
+        for item in scheduled:
+            self._let_sleep(item.tracked, item.in_place)
         return StepOrders(self._step, self._acknowledged, loads, [*rests, *stores], tuple(ended))
 
     def learn(self, reports: StepReports) -> None:
@@ -126,12 +135,15 @@ class SchedulerSide:
             self._acknowledged = max(self._acknowledged, report.step)
             for tracked, cared_for in () if report.stored else self._cared_for.get(report.step, ()):
                 tracked.cared_for = min(tracked.cared_for, cared_for)
+                self._wake([tracked])
         for step in [step for step in self._cared_for if step <= self._acknowledged]:
             del self._cared_for[step]
 
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
         """Learn which blocks vLLM was told to compute again. What is behind them rests on them."""
         self._stale.add(blocks)
+        if blocks:  # vLLM sets requests back
+            self._wake(self._tracked.values())
         for tracked in (*self._tracked.values(), *self._ended) if blocks else ():
             first = next((i for i, block in enumerate(tracked.blocks) if block in blocks), None)
             if first is not None:
@@ -149,6 +161,8 @@ class SchedulerSide:
         """Find nothing any more that was stored before, nor what is still being stored."""
         # No other process may have the same: it may have other weights, and the same folder.
         self._epoch = uuid4().hex
+        for request_id in self._tracked:
+            self._agenda.leave(request_id)
         self._tracked.clear()
         self._leaving = dict.fromkeys(self._leaving)
         self.index.clear()
@@ -169,46 +183,78 @@ class SchedulerSide:
         again = {new.req_id for new in output.scheduled_new_reqs}
         for request_id in set(output.finished_req_ids) - again:
             tracked = self._tracked.pop(request_id, None)
+            self._agenda.leave(request_id)
             if tracked is not None:
                 # A load may still fail on which it has computed.
                 self._ended.append(tracked)
 
     def _scheduled(self, output: Any) -> Iterator[ScheduledRequest]:
-        """The step's requests that are followed, with their blocks as they are now."""
+        """The step's requests that have something to do, with their blocks as they are now."""
+        self._follow_blocks(output)
+        awake = self._agenda.begin_step(self._step)
         for new in output.scheduled_new_reqs:
-            yield from self._part(output, new.req_id, new.num_computed_tokens, new.block_ids, True)
+            yield from self._part(output, new.req_id, new.num_computed_tokens, True)
         cached = output.scheduled_cached_reqs
-        for request_id, computed, blocks in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            resumed = request_id in cached.resumed_req_ids
-            yield from self._part(output, request_id, computed, blocks, resumed)
+        if not awake and not len(self._stale):
+            return
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in awake or len(self._stale):
+                anew = request_id in cached.resumed_req_ids
+                yield from self._part(output, request_id, computed, anew)
 
-    def _part(
-        self, output: Any, request_id: str, computed: int, blocks: Any, anew: bool
-    ) -> Iterator[ScheduledRequest]:
+    def _follow_blocks(self, output: Any) -> None:
+        """Take over the blocks that requests got in this step: few of those that run get any."""
+        for new in output.scheduled_new_reqs:
+            self._add_blocks(new.req_id, new.block_ids, True)
+        cached = output.scheduled_cached_reqs
+        for request_id in cached.resumed_req_ids:
+            self._add_blocks(request_id, None, True)
+        with_blocks = compress(cached.req_ids, cached.new_block_ids)
+        for request_id, blocks in zip(with_blocks, filter(None, cached.new_block_ids), strict=True):
+            self._add_blocks(request_id, blocks, False)
+
+    def _add_blocks(self, request_id: str, blocks: Any, anew: bool) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.blocks = [] if anew else tracked.blocks
+            tracked.blocks += blocks[0] if blocks else ()
+
+    def _part(self, output: Any, request_id: str, computed: int, anew: bool) -> Iterator[ScheduledRequest]:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        if anew:
-            tracked.blocks = []
-        tracked.blocks += blocks[0] if blocks else ()
         in_place = computed + int(output.num_scheduled_tokens.get(request_id, 0))
         begin = computed - tracked.to_load
         written = tracked.blocks[begin // self._block_size : -(-in_place // self._block_size)]
         is_touched = self._stale.concern(-1 if anew else tracked.tested_after, written)
         if tracked.is_settled(computed, self._storable(tracked, in_place)) and not is_touched:
+            self._let_sleep(tracked, in_place)
             return
         state = getattr(output, "kv_connector_block_state", None)
         yield ScheduledRequest(
             tracked, begin, computed, in_place, partial(self._blocks, tracked, state, computed)
         )
 
+    def _let_sleep(self, tracked: RequestState, in_place: int) -> None:
+        """Look at a request again when it may have something to do."""
+        steps = tracked.steps_asleep(in_place, self._config.save_decode_cache, self._most_decoded)
+        if not self._role.stores and not tracked.to_load:
+            steps = None
+        if steps != 0:
+            until = None if steps is None else self._step + 1 + steps
+            self._agenda.sleep(tracked.request.request_id, until)
+
+    def _wake(self, requests: Iterable[RequestState]) -> None:
+        for tracked in requests:
+            request_id = tracked.request.request_id
+            if self._tracked.get(request_id) is tracked:
+                self._agenda.wake(request_id)
+
     def _blocks(self, tracked: RequestState, state: Any, computed: int) -> Sequence[int]:
         """The request's blocks: from vLLM 0.30 on its own word, before that what was followed."""
         told = None if state is None else state.get_block_ids(tracked.request.request_id)
         if told is not None:
-            return list(told[0])
+            return told[0]  # type: ignore[no-any-return]
         gone = 0 if self._window is None else max(0, computed - self._window + 1) // self._block_size
         return [NULL_BLOCK] * min(gone, len(tracked.blocks)) + tracked.blocks[gone:]
 
@@ -239,10 +285,10 @@ class SchedulerSide:
         return self._storable(tracked, min(known, computed, len(blocks) * self._block_size))
 
     def _move(self, tracked: RequestState, blocks: Sequence[int], span: Span) -> Move:
-        move = tracked.move(self.index, span, blocks)
+        move = tracked.move(self.index, span, blocks, self._block_size)
         if self._chronicle is not None and move.keys:
             lora = getattr(tracked.request, "lora_request", None)
-            keys = unpacked(*move.keys[0])
+            keys = tracked.keys(self.index, span.num_tokens)[0]
             self._chronicle.expect(move, keys, None if lora is None else str(lora.lora_name))
         return move
 
@@ -259,6 +305,8 @@ class SchedulerSide:
 
     def _storable(self, tracked: RequestState, in_place: int) -> int:
         """Those of the first `in_place` tokens that are to be stored at all."""
+        if not self._role.stores:
+            return 0
         if self._config.save_decode_cache:
             # What comes after the known tokens are drafts, or ids that are still being sampled.
             return min(in_place, int(tracked.request.num_tokens))
