@@ -40,6 +40,43 @@ def hang(workers: Workers, gate: threading.Event) -> Future[bool]:
     return future
 
 
+def test_threads_end_when_nobody_has_the_workers_any_more() -> None:
+    workers = Workers("dropped", 3)
+    wait([workers.submit(lambda: None) for _ in range(9)], LONG_S)
+    threads = threads_named("dropped")
+    assert threads
+    del workers
+    gc.collect()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert not threads_named("dropped")
+
+
+def test_jobs_that_are_queued_are_done_even_if_nobody_has_the_workers_any_more(gate: threading.Event) -> None:
+    workers = Workers("dropped-early", 1)
+    jobs = [hang(workers, gate), *(workers.submit(lambda: True) for _ in range(3))]
+    threads = threads_named("dropped-early")
+    del workers
+    gc.collect()
+    gate.set()
+    assert [job.result(LONG_S) for job in jobs] == [True] * 4
+    for thread in threads:
+        thread.join(LONG_S)
+    assert not threads_named("dropped-early")
+
+
+def test_a_finalizer_that_comes_while_a_lock_of_the_workers_is_held_does_not_wait_for_it() -> None:
+    workers = Workers("dropped-inside", 1)
+    workers.submit(lambda: None).result(LONG_S)
+    (thread,) = threads_named("dropped-inside")
+    queue = workers._queue
+    with queue._lock:
+        del workers
+        gc.collect()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
 def test_every_thread_prepares_itself_before_its_first_job(gate: threading.Event) -> None:
     prepared: list[str] = []
     workers = Workers("prepared", 2, lambda: prepared.append(threading.current_thread().name))
@@ -245,7 +282,7 @@ def test_a_child_process_waits_for_no_thread_that_it_does_not_have(gate: threadi
     workers = Workers("forked", 1)
     hang(workers, gate)
     workers.submit(lambda: 5)
-    with workers._lock:
+    with workers._queue._lock:
         pid = os.fork()
         if pid == 0:
             waited = workers.wait_idle(LONG_S) or workers.close(LONG_S)

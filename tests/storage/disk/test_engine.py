@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -135,3 +136,17 @@ def test_a_disk_that_hangs_does_not_keep_the_engine(
         assert engine.retrieve(TOKENS, slot_mapping=run_slots(48, 40)).all()
         oracle.expect(TOKENS, run_slots(48, 40))
         oracle.check()
+
+
+def test_an_engine_that_is_dropped_without_close_keeps_no_thread(oracle: Oracle, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    engine = disk_engine(oracle, tmp_path)
+    store(oracle, engine, run_slots(0, 40))
+    assert engine.lookup(TOKENS) == 40
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert any("disk" in thread.name for thread in left)
+    del engine
+    gc.collect()
+    for thread in left:
+        thread.join(20)
+    assert not [thread.name for thread in left if thread.is_alive()]
