@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,19 @@ def place(mooncake: Server) -> Iterator[Place]:
     opened.store(1, 2)
     yield opened
     opened.tier.close()
+
+
+def test_the_beginning_of_a_prompt_is_used_last(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    exist = MooncakeStore.exist
+
+    def note(client: MooncakeStore, names: Sequence[str]) -> list[int]:
+        asked.extend(names)
+        return exist(client, names)
+
+    monkeypatch.setattr(MooncakeStore, "exist", note)
+    assert place.there(1, 2, 3) == [True, True, False]
+    assert asked == [f"lwkv.{LayerKey(key(number), 0).to_string()}" for number in (3, 2, 1)]
 
 
 class Objects:
