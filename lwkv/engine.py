@@ -28,7 +28,9 @@ from lwkv.pipeline.prompt_keys import PromptKeys
 from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.pipeline.store import BatchStoring
 from lwkv.platforms import Platform, detect_platform
+from lwkv.platforms.host_limits import read_limits
 from lwkv.pool.host_pool import HostPool
+from lwkv.pool.memory_limits import check_memory
 from lwkv.request import AnyRequest, Request, check_loads, check_stores
 from lwkv.storage import StorageManager, Tier, TierSetup
 from lwkv.storage.registry import open_tiers
@@ -87,6 +89,7 @@ class CacheEngine:
         names = [layer.name for layer in connector.layers]
         self.namespace = make_namespace(registered, config.chunk_size, connector.page_format, names)
         self._prompt_keys = PromptKeys(self.namespace, self._chunking)
+        check_memory(config, read_limits())
         counters = Counters()
         self._pool = HostPool(
             connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, counters

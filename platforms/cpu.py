@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import torch
 from lwkv.platforms.checks import check_buffer, check_copy, check_runs
 from lwkv.platforms.cpu_stream import CpuEvent, InlineStream, WorkerStream
 from lwkv.platforms.cpu_worker import Delay, Worker
+from lwkv.platforms.host_limits import read_limits
 from lwkv.platforms.host_memory import allocate_aligned, call_at_end, check_size, no_memory
 from lwkv.platforms.protocol import CopyBatch, Features, Int64s
 
@@ -182,10 +182,8 @@ class CPU:
 
     def mem_info(self, device: torch.device) -> tuple[int, int] | None:
         self._check_device(device)
-        if "SC_AVPHYS_PAGES" not in os.sysconf_names:
-            return None
-        page = os.sysconf("SC_PAGE_SIZE")
-        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+        limits = read_limits()
+        return (min(limit.free for limit in limits), limits[0].total) if limits else None
 
     def close(self) -> None:
         """Finish what is queued and end the threads; streams made so far take no more work."""

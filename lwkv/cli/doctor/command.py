@@ -65,6 +65,7 @@ def examine(override: str | None = None) -> Report:
         report.faults.append(_no_torch(error))
     else:
         device.examine_platforms(report, override)
+        import_module("lwkv.cli.doctor.memory").examine_memory(report, config)
         if config is not None:
             import_module("lwkv.cli.doctor.tiers").examine_tiers(report, config)
     report.advice.extend(_advice(report))

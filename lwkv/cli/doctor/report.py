@@ -23,6 +23,7 @@ class Report:
     kernels: str | None = None
     load_speed: float | None = None
     save_speed: float | None = None
+    memory: dict[str, str] = field(default_factory=dict)
     tiers: dict[str, dict[str, str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
@@ -45,6 +46,8 @@ def lines(report: Report) -> Iterator[str]:
         kind = "memory copy" if report.platform == "cpu" else "link"
         speeds = {"load": _speed(report.load_speed), "save": _speed(report.save_speed)}
         yield from _section(f"Speed of the {kind}, 64 MiB at a time", speeds)
+    if report.memory:
+        yield from _section("Host memory", report.memory)
     for url, rows in report.tiers.items():
         yield from _section(f"Tier {url}", rows)
     yield from _list("To note", report.advice)

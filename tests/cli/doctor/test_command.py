@@ -13,11 +13,13 @@ import torch
 from lwkv import __version__
 from lwkv.cli.doctor import command as doctor
 from lwkv.cli.doctor import device as doctor_device
+from lwkv.cli.doctor import memory as doctor_memory
 from lwkv.cli.doctor.link import measure_link
 from lwkv.cli.main import main
 from lwkv.config.settings import Config
 from lwkv.platforms import Features, Stream
 from lwkv.platforms.cpu import CPU
+from lwkv.platforms.host_limits import MemoryLimit
 from lwkv.storage.registry import examine_tier
 
 
@@ -236,3 +238,20 @@ def test_no_password_of_a_tier_is_shown(monkeypatch: pytest.MonkeyPatch) -> None
     (fault,) = doctor.examine("cpu").faults
     assert fault.startswith("the tier nosuch://***@host:1 cannot be used: no tier for nosuch://...")
     assert "secret" not in fault
+
+
+def test_the_doctor_tells_the_limits_of_memory_and_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    container = MemoryLimit("the container's memory limit (/x)", 3 << 29, 1 << 30, True)
+    monkeypatch.setattr(doctor_memory, "read_limits", lambda: [container])
+    monkeypatch.setattr(doctor_memory, "read_lock_limit", lambda: 65536)
+    monkeypatch.setenv("LWKV_MAX_LOCAL_CPU_SIZE", "1000")
+    assert main(["doctor", "--platform", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "the container's memory limit (/x)  1.50 GiB, 1.00 GiB free" in shown
+    assert "64 KiB, which" in shown
+    assert "max_local_cpu_size: got 1000 GiB, but the container's memory limit (/x) is 1.50 GiB" in shown
+    monkeypatch.setenv("LWKV_MAX_LOCAL_CPU_SIZE", "0.9")
+    assert main(["doctor", "--platform", "cpu"]) == 0
+    assert "max_local_cpu_size is 0.9 GiB, over 80 % of what is free" in capsys.readouterr().out

@@ -1,0 +1,27 @@
+"""The doctor's look at host memory: what machine and container allow, and whether the settings fit."""
+
+from __future__ import annotations
+
+from lwkv.cli.doctor.report import Report
+from lwkv.config.settings import Config
+from lwkv.errors import ConfigError
+from lwkv.platforms.host_limits import read_limits, read_lock_limit
+from lwkv.pool.memory_limits import gib, refuse_too_much, warning_of
+
+
+def examine_memory(report: Report, config: Config | None) -> None:
+    """Fill in the limits of host memory; what does not fit is a fault, what hardly fits is advice."""
+    limits, locked = read_limits(), read_lock_limit()
+    report.memory = {limit.what: f"{gib(limit.total)}, {gib(limit.free)} free" for limit in limits}
+    report.memory["locked memory (ulimit -l)"] = (
+        "no limit" if locked is None else f"{locked >> 10} KiB, which does not bind a device's driver"
+    )
+    if config is None:
+        return
+    report.memory["max_local_cpu_size"] = f"{config.max_local_cpu_size:g} GiB, taken as it fills"
+    try:
+        refuse_too_much(config, limits)
+    except ConfigError as error:
+        report.faults.append(str(error))
+    else:
+        report.advice += [warning] if (warning := warning_of(config, limits)) else []
