@@ -345,7 +345,9 @@ class CacheEngine:
     def _describe(self) -> str:
         mode = "layer by layer" if self.config.use_layerwise else "in bulk (use_layerwise is off)"
         return (
-            f"lwkv moves KV {mode}: platform {self.connector.platform.name}, "
+            f"moves KV {mode}: platform {self.connector.platform.name}, "
             f"{self.connector.name} connector, {self.connector.kernels.name} kernels, "
-            f"{self.num_layers} layers, at most {self._pool.max_pages} pages of {self.connector.page_bytes} B"
+            f"{self.num_layers} layers; tiers: {', '.join(self.tier_names)}; host memory: at most "
+            f"{self._pool.capacity_bytes / 2**30:.2f} GiB for {self._storage.most_chunks} chunks of "
+            f"{self.config.chunk_size} tokens"
         )

@@ -442,7 +442,7 @@ def test_the_caller_may_choose_the_mode_itself(run: Run, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("layerwise", "text"),
-    [(True, "lwkv moves KV layer by layer: "), (False, "lwkv moves KV in bulk (use_layerwise is off): ")],
+    [(True, "moves KV layer by layer: "), (False, "moves KV in bulk (use_layerwise is off): ")],
 )
 def test_the_engine_says_in_its_first_line_how_it_moves(
     oracle: Oracle, layerwise: bool, text: str, caplog: pytest.LogCaptureFixture

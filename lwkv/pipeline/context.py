@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from lwkv.background.completion_thread import CompletionThread
 from lwkv.config.settings import Config
@@ -12,6 +14,7 @@ from lwkv.connectors.paged import PagedConnector
 from lwkv.keys import ChunkKey
 from lwkv.storage import StorageManager
 from lwkv.telemetry.counters import Counters
+from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.transfer import CheckedRequest
 
 
@@ -20,6 +23,7 @@ class BatchContext:
     """One engine's parts for its batches; `keys_of` gives the key of every chunk of a request.
 
     The deadline of a layer, `config.load_timeout_s` by `clock`, begins when the tiers are asked for it.
+    `throttle` logs what did not arrive.
     """
 
     config: Config
@@ -29,3 +33,4 @@ class BatchContext:
     completions: CompletionThread
     counters: Counters
     clock: Callable[[], float] = time.monotonic
+    throttle: LogThrottle = field(default_factory=partial(LogThrottle, logging.getLogger(__name__)))

@@ -222,7 +222,9 @@ class BatchRetrieval:
     def _drop(self, load: Load, layer: int, pages: Int64s, kept: Flags) -> None:
         for reason in Missing:
             self._count_lost(reason.name, int((pages == reason).sum()))
-        log.warning("layer %d of %d chunks did not arrive: their tokens are recomputed", layer, (~kept).sum())
+        self._context.throttle.warn(
+            "layer %d of %d chunks did not arrive: their tokens are recomputed", layer, (~kept).sum()
+        )
         self._alive[self._alive] = kept
         self._loader.drop_chunks(load, kept)
 

@@ -35,6 +35,7 @@ class BatchStoring:
     _write: Write | None = None
     _save: Save | None = None
     _is_open = False
+    _num_tokens = 0
 
     def __init__(self, requests: Sequence[CheckedRequest], context: BatchContext, sync: bool = True) -> None:
         self.num_layers = context.connector.num_layers
@@ -86,6 +87,7 @@ class BatchStoring:
             new[:] = False
             new[self._write.positions] = True
             moved = transfer if new.all() else transfer.only(new)
+            self._num_tokens = int(moved.chunk_tokens.sum())
             with DeviceFailuresTo(self._give_up):
                 self._save = self._saver.begin_save(moved, self._write.pages, self._sync)
 
@@ -115,6 +117,7 @@ class BatchStoring:
             self._saver.end_save(save)
         if committed and failure is None:
             write.commit()
+            self._context.counters.add("tokens_stored", self._num_tokens)
         else:
             write.abort()
         if failure is not None:

@@ -84,6 +84,16 @@ class HostPool:
             return self.num_pages - self._counts.num_free
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return self.pages_in_use * self.page_stride
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all pages that there may be."""
+        return self.max_pages * self.page_stride
+
+    @property
     def available(self) -> int:
         """Pages that are free, or could be if memory were page-locked now; 0 after `close`."""
         with self._lock:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from lwkv.background.workers import Workers, cancel
 from lwkv.telemetry.counters import Counters
+from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,6 +28,8 @@ class CircuitBreaker:
     then 2, up to 64, and what is queued is not begun. While any call has been under way for `timeout_s` s no
     other is begun, so that a tier that hangs keeps no pages but those it has in hand. Both end by themselves.
     Time in the queue does not count: many calls are no outage. Thread-safe.
+
+    Errors are counted, and logged by `throttle`, which several kinds of calls to one tier may share.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class CircuitBreaker:
         timeout_s: float,
         counters: Counters,
         clock: Callable[[], float],
+        throttle: LogThrottle | None = None,
     ) -> None:
+        self._throttle = throttle or LogThrottle(log, clock)
         self._tier = tier
         self._kind = kind
         self._num_threads = num_threads
@@ -126,7 +131,10 @@ class CircuitBreaker:
                 self._failures = 0
         if error is not None:
             self._counters.add(f"{self._tier}_errors")
-            log.warning("tier %s: %s failed: %s: %s", self._tier, self._kind, type(error).__name__, error)
+            # A server that is down fails look-ups, reads and writes, several at a time.
+            self._throttle.warn(
+                "tier %s: %s failed: %s: %s", self._tier, self._kind, type(error).__name__, error
+            )
         if rests:
             self._skip_queued()
 

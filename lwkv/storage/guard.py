@@ -53,9 +53,15 @@ class Guard:
         self.name = tier.name
         self.meter = Meter()
         self._quarantine = PageQuarantine(pool, tier.grace_s if isinstance(tier, Lingering) else 0.0, clock)
-        self._looks = CircuitBreaker(tier.name, "look-up", NUM_LOOKERS, timeout_s, counters, clock)
-        self._reads = CircuitBreaker(tier.name, "read", NUM_READERS, timeout_s, counters, clock)
-        self._writes = CircuitBreaker(tier.name, "write", NUM_WRITERS, timeout_s, counters, clock)
+        self._looks = CircuitBreaker(
+            tier.name, "look-up", NUM_LOOKERS, timeout_s, counters, clock, self._throttle
+        )
+        self._reads = CircuitBreaker(
+            tier.name, "read", NUM_READERS, timeout_s, counters, clock, self._throttle
+        )
+        self._writes = CircuitBreaker(
+            tier.name, "write", NUM_WRITERS, timeout_s, counters, clock, self._throttle
+        )
         self._calls = (self._writes, self._reads, self._looks)
         self._gauges = TierGauges(tier, timeout_s, counters, clock)
         self._end = CircuitBreaker(tier.name, "close", 1, timeout_s, counters, clock)

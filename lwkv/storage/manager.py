@@ -213,7 +213,8 @@ class StorageManager:
     def gauges(self) -> dict[str, int]:
         """What there is now, of each tier as far as is known; never waits for one."""
         held = {"chunks": len(self.host), "pins": self.host.pins, "writes_in_flight": self.writes_in_flight}
-        return self._under_tiers([{}, *(guard.gauges() for guard in self.lower.guards)]) | held
+        host = {"used_bytes": self._pool.used_bytes, "capacity_bytes": self._pool.capacity_bytes}
+        return self._under_tiers([host, *(guard.gauges() for guard in self.lower.guards)]) | held
 
     def totals(self) -> dict[str, int]:
         """Both. A gauge that a tier calls as a count is called is left out."""

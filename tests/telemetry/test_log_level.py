@@ -77,7 +77,7 @@ def test_an_engine_follows_it(
     monkeypatch.setenv(VARIABLE, "info")
     with fresh_logger():
         Oracle(platform, device).engine().close()
-    assert "INFO lwkv.engine: lwkv moves KV" in capsys.readouterr().err
+    assert "INFO lwkv.engine: moves KV" in capsys.readouterr().err
     monkeypatch.setenv(VARIABLE, "0")
     with pytest.raises(ConfigError, match="got '0'"):
         Oracle(platform, device).engine()

@@ -18,6 +18,7 @@ from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_gro
 from lwkv.integrations.vllm.events import as_event
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.kv_events import KVEventLog
+from lwkv.integrations.vllm.logs import log_as_vllm
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
@@ -42,6 +43,7 @@ class LWKVConnector(KVConnectorBase_V1):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        log_as_vllm()
         check_version(vllm_version)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         warn_of_foreign_variables()
@@ -147,6 +149,17 @@ class LWKVConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self._scheduler.orders(scheduler_output)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        # Called by vLLM from 0.32 on.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        known = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+        sources: dict[Any, int] = {}
+        for tier, tokens in self._scheduler.hit_sources(request, num_external_tokens).items():
+            source = known.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            sources[source] = sources.get(source, 0) + tokens
+        return sources
+
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, block_ids), None
 
@@ -211,15 +224,25 @@ def _make_worker(
         settings.config, metadata, caches, layout_hints=hints, platform=platform_for(device)
     )
     block_size = only_group(kv_cache_config).kv_cache_spec.block_size
-    return WorkerSide(engine, rank.number, block_size, draft_layers(vllm_config, caches))
+    fails = settings.on_load_failure == "fail"
+    return WorkerSide(engine, rank.number, block_size, draft_layers(vllm_config, caches), fails)
+
+
+_MEANING = {
+    "recompute": "what cannot be loaded is computed",
+    "fail": "a request whose KV cannot be loaded fails",
+}
 
 
 def _set_policy(transfer_config: Any, settings: Settings) -> None:
     """Have vLLM compute what could not be loaded: its own default is to fail the request."""
     if transfer_config.kv_load_failure_policy != settings.on_load_failure:
         log.info(
-            "kv_load_failure_policy was %r, lwkv sets it to %r: a failed load costs time, no request "
-            "(on_load_failure in kv_connector_extra_config is for the other choice)",
-            *(transfer_config.kv_load_failure_policy, settings.on_load_failure),
+            "kv_load_failure_policy was %r and is %r now, as on_load_failure says: %s",
+            *(
+                transfer_config.kv_load_failure_policy,
+                settings.on_load_failure,
+                _MEANING[settings.on_load_failure],
+            ),
         )
         transfer_config.kv_load_failure_policy = settings.on_load_failure

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.platforms.protocol import Int64s
+from lwkv.storage.tier import HOST
 
 RankKeys: TypeAlias = "list[list[ChunkKey]]"
 
@@ -22,7 +23,7 @@ MOST_NEWS = 256
 class Below(Protocol):
     """One rank's tiers below host memory."""
 
-    def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
+    def find(self, keys: Sequence[ChunkKey]) -> Sequence[str | None]: ...
 
     def leave_alone(self, tiers: Mapping[str, float]) -> None: ...
 
@@ -38,19 +39,24 @@ class Rank:
     kept: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
 
-    def found(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each chunk is in one of its tiers, and may be loaded."""
-        there = [key.hash in self.kept for key in keys]
+    def found(self, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """The nearest of its tiers that each chunk can be loaded from, or None."""
+        there: list[str | None] = [HOST if key.hash in self.kept else None for key in keys]
         if self.below is not None and not all(there):
-            asked = [i for i, key in enumerate(keys) if not there[i] and key.hash not in self.failed]
-            for i, found in zip(asked, self.below.contains([keys[i] for i in asked]), strict=True):
+            asked = [i for i, key in enumerate(keys) if there[i] is None and key.hash not in self.failed]
+            for i, found in zip(asked, self.below.find([keys[i] for i in asked]), strict=True):
                 there[i] = found
         return there
 
 
-def leading(found: Sequence[bool], first: int = 0) -> int:
+def leading(found: Sequence[str | None], first: int = 0) -> int:
     """How many chunks from `first` on are there without a gap."""
     return next((i for i in range(first, len(found)) if not found[i]), max(first, len(found))) - first
+
+
+def _farther(tiers: Sequence[str | None]) -> str | None:
+    """One of the tiers, not host memory if it can be helped; None if any is None."""
+    return None if None in tiers else next((tier for tier in tiers if tier != HOST), HOST)
 
 
 class ChunkIndex:
@@ -149,10 +155,13 @@ class ChunkIndex:
         """Whether a chunk is in every rank's host memory."""
         return bool(keys) and all(own[chunk].hash in rank.kept for rank, own in self._each(keys))
 
-    def found(self, keys: RankKeys) -> list[bool]:
-        """Whether every rank has each chunk in one of its tiers; empty before all ranks are known."""
+    def found(self, keys: RankKeys) -> list[str | None]:
+        """The tier of each chunk that every rank has, or None; empty before all ranks are known.
+
+        Where ranks have it in several, one below host memory.
+        """
         by_rank = [rank.found(own) for rank, own in self._each(keys)]
-        return [all(there) for there in zip(*by_rank, strict=True)]
+        return [_farther(tiers) for tiers in zip(*by_rank, strict=True)]
 
     def prefix(self, keys: RankKeys) -> int:
         """How many leading chunks every rank can load, out of any tier."""

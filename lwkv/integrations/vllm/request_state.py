@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -54,7 +55,8 @@ class RequestState:
     _keys: RankKeys = field(default_factory=list)
     _keyed: int = 0
     _computed: int = 0
-    _found: Sequence[bool] = ()
+    _found: Sequence[str | None] = ()
+    _num_local: int = 0
     _found_for: int | None = None
     _found_at: float = 0.0
     _found_after: int = 0
@@ -88,11 +90,22 @@ class RequestState:
         """
         num_tokens, size = int(self.request.num_tokens), self.chunking.chunk_size
         self._look_up(index, num_tokens)
+        self._num_local = num_local
         # Chunks in front are not loaded, and need not be there.
         first = num_local // size
         cached = (first + min(leading(self._found, first), index.most_chunks)) * size
         usable = min(cached, self.chunking.covered(num_tokens), num_tokens - 1)
         return max(0, usable - usable % block_size - num_local)
+
+    def sources(self, num_loaded: int) -> dict[str, int]:
+        """From which tier the `num_loaded` tokens come that were promised last: tokens by its name."""
+        size, first, end = self.chunking.chunk_size, self._num_local, self._num_local + num_loaded
+        tokens: Counter[str] = Counter()
+        for chunk in range(first // size, -(-end // size)):
+            tier = self._found[chunk] if self._is_found(chunk) else None
+            if tier is not None:
+                tokens[tier] += min(end, (chunk + 1) * size) - max(first, chunk * size)
+        return tokens
 
     def begin(self, blocks: Sequence[int], num_loaded: int) -> None:
         """Begin to run in `blocks`, of which the next step loads `num_loaded` tokens."""
@@ -179,7 +192,7 @@ class RequestState:
 
     def _is_found(self, chunk: int) -> bool:
         """Whether a chunk was cached, in any tier, when the request began to run."""
-        return chunk < len(self._found) and self._found[chunk]
+        return chunk < len(self._found) and self._found[chunk] is not None
 
     def _set_back(self, computed: int) -> None:
         """Compute again from `computed` on: what was found from there on could not be loaded."""

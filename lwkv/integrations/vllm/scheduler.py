@@ -92,6 +92,11 @@ class SchedulerSide:
             self._follow(request).begin(blocks, num_loaded)
             self._agenda.wake(request.request_id)
 
+    def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
+        """By the name of a tier, how many of the tokens that a request is about to load come from it."""
+        tracked = self._tracked.get(request.request_id)
+        return {} if tracked is None else tracked.sources(num_loaded)
+
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """Whether `blocks`, of a request that has ended, must stay until a step has stored the rest of it.
 

@@ -63,16 +63,16 @@ class LowerTiers:
         now = self._clock()
         self._unread_until = {name: now + seconds for name, seconds in tiers.items()}
 
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each chunk is in one of the tiers that the rank reads from."""
-        found, now = [False] * len(keys), self._clock()
+    def find(self, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """The nearest tier that has each chunk, of those that the rank reads from; None for none."""
+        found: list[str | None] = [None] * len(keys)
+        now = self._clock()
         for tier in self._tiers:
-            if now < self._unread_until.get(tier.name, now):
+            rest = [i for i, name in enumerate(found) if name is None]
+            if not rest or now < self._unread_until.get(tier.name, now):
                 continue
-            rest = [i for i, there in enumerate(found) if not there]
-            if rest:
-                for i, there in zip(rest, tier.contains([keys[i] for i in rest]), strict=True):
-                    found[i] = there
+            for i, there in zip(rest, tier.contains([keys[i] for i in rest]), strict=True):
+                found[i] = tier.name if there else None
         return found
 
     def close(self) -> None:

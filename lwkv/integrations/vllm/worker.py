@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from lwkv.errors import LwkvError
 from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
 from lwkv.integrations.vllm.presence import Presence
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
+from lwkv.integrations.vllm.worker_meter import WorkerMeter
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.steps import LayerSteps
+from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.transfer import NO_SLOT
 
@@ -33,10 +36,18 @@ class WorkerSide:
     Args:
         block_size: tokens of a block of vLLM's block tables.
         draft_layers: names of the layers of a draft model, which computes when the loads have ended.
+        fails: whether vLLM fails a request whose load fails, and does not compute its tokens.
+        clock: seconds.
     """
 
     def __init__(
-        self, engine: CacheEngine, rank: int, block_size: int, draft_layers: Collection[str] = ()
+        self,
+        engine: CacheEngine,
+        rank: int,
+        block_size: int,
+        draft_layers: Collection[str] = (),
+        fails: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         connector = engine.connector
@@ -65,8 +76,9 @@ class WorkerSide:
         self._accepted: list[ChunkKey] = []
         self._outcome: tuple[int, bool] | None = None
         self._unread: dict[str, float] = {}
-        self._recomputed = 0
-        self._counted: dict[str, int] = {}
+        self._fails = fails
+        self._counters = Counters()
+        self._meter = WorkerMeter(engine, rank, self._counters, clock)
         self._loads_ended = self._ended = True
         self._requests_ended: set[str] = set()
 
@@ -74,8 +86,9 @@ class WorkerSide:
         """Take the orders of a step, the same ones any number of times; the one before has ended."""
         if orders is self._orders:
             return
-        if not self._ended:  # nothing is stored out of them any more
+        if not self._ended:  # what it was to store is given up
             self._requests_ended.update(self._orders.ended)
+            self._count_dropped()
         self._orders = orders
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
@@ -150,14 +163,8 @@ class WorkerSide:
         return RankReport(self.info, step, stored, kept, dropped, failed, unread)
 
     def new_counts(self) -> dict[str, int]:
-        """What the engine counted since the last call; nothing in steps that move nothing."""
-        if not self._orders.moves_anything:
-            return {}
-        # A histogram is told by Prometheus' own means only.
-        totals = {name: count for name, count in self.engine.counts().items() if "_le_" not in name}
-        totals["tokens_recomputed"] = self._recomputed
-        before, self._counted = self._counted, totals
-        return {name: more for name in totals if (more := totals[name] - before.get(name, 0))}
+        """What was counted since the last call, and gauges, as WorkerMeter has them."""
+        return self._meter.new_counts(self._orders.moves_anything)
 
     def close(self) -> None:
         """Give everything back."""
@@ -214,12 +221,19 @@ class WorkerSide:
     def _fail(self, move: Move, missing: Int64s) -> None:
         """Have the tokens at `missing` computed again, and their chunks forgotten."""
         self._failed_step = self._orders.step
-        self._recomputed += len(missing)
         self._invalid.update(move.blocks[missing // self._block_size].tolist())
         chunks = np.unique(missing // self.engine.config.chunk_size).tolist()
         keys = self._keys(move)
         self._failed += [keys[chunk] for chunk in chunks]
-        self._throttle.warn("%d tokens could not be loaded; vLLM computes them again", len(missing))
+        if self._fails:
+            self._counters.add("requests_failed")
+            self._throttle.warn(
+                "%d tokens could not be loaded; vLLM fails their request, since on_load_failure is 'fail'",
+                len(missing),
+            )
+        else:
+            self._counters.add("tokens_recomputed", len(missing))
+            self._throttle.warn("%d tokens could not be loaded; vLLM computes them again", len(missing))
 
     def _end_stores(self) -> bool:
         """Whether the step's stores were accepted, or there were none."""
@@ -228,8 +242,13 @@ class WorkerSide:
         if self._orders.acknowledged < self._failed_step:
             # What was computed may rest on what was not loaded.
             self._announce(self._store_steps, (), ())
+            self._count_dropped()
             return False
         return self._store_steps.wait_for_save().stored
+
+    def _count_dropped(self) -> None:
+        if self._orders.stores:
+            self._counters.add("stores_dropped", len(self._orders.stores))
 
     def _take_over_keys(self, move: Move) -> None:
         namespace, hashes = move.keys[self.info.rank] if self.info.rank < len(move.keys) else ("", b"")

@@ -28,9 +28,9 @@ class Shelf:
         self.closed = False
         self.unread: dict[str, float] | None = None
 
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+    def find(self, keys: Sequence[ChunkKey]) -> list[str | None]:
         self.asked += keys
-        return [key in self.keys for key in keys]
+        return ["shelf" if key in self.keys else None for key in keys]
 
     def leave_alone(self, tiers: Mapping[str, float]) -> None:
         self.unread = dict(tiers)
@@ -116,7 +116,7 @@ def test_no_more_is_promised_than_the_smallest_host_memory_of_a_rank_has_room_fo
     for rank, room in enumerate([5, 3]):
         index.introduce(RankInfo(rank, names[rank], most_chunks=room))
     assert index.prefix(index.keys(TOKENS, ())) == 3
-    assert index.found(index.keys(TOKENS, ())) == [True] * 8, "what is there is not stored again"
+    assert index.found(index.keys(TOKENS, ())) == ["shelf"] * 8, "what is there is not stored again"
 
 
 def test_tiers_that_a_rank_leaves_alone_are_reported_to_its_lookups_and_are_news() -> None:

@@ -149,6 +149,21 @@ def engine_that_has(num_tokens: int, **settings: Any) -> Scripted:
     return engine
 
 
+def test_the_tiers_that_cached_tokens_come_from_are_known() -> None:
+    tier = filled()
+    engine = engine_on(tier)
+    request = ScriptedRequest("lower", PROMPT, 1)
+    hit = engine.scheduler.num_new_matched_tokens(request, BLOCK)
+    assert engine.scheduler.hit_sources(request, hit) == {"faulty": 4 * CHUNK - BLOCK}
+    ask(engine, "warm", PROMPT[: 2 * CHUNK + 1])
+    engine.add(ScriptedRequest("elsewhere", [1, 2, 3], 1))
+    engine.run()  # the scheduler hears of it
+    hit = engine.scheduler.num_new_matched_tokens(request, BLOCK)
+    assert engine.scheduler.hit_sources(request, hit) == {"host": 2 * CHUNK - BLOCK, "faulty": 2 * CHUNK}
+    assert engine.scheduler.hit_sources(ScriptedRequest("unknown", PROMPT, 1), hit) == {}
+    engine.close()
+
+
 @pytest.mark.parametrize("own", [0, 1, 2, 3, 5, 7])
 def test_only_chunks_with_a_token_that_the_engine_lacks_are_loaded(own: int) -> None:
     engine = engine_that_has(own * BLOCK)
