@@ -16,6 +16,11 @@ def test_counts_come_out_as_metrics_of_vllm(llama: Path) -> None:
             engine.ask([prompt(400, 300)])
         assert engine.metric("vllm:lwkv_tokens_retrieved") == 256
         assert engine.metric("vllm:lwkv_tokens_recomputed") == 0
+        assert engine.metric("vllm:lwkv_tokens_stored") == 256
+        assert engine.metric("vllm:lwkv_host_capacity_bytes") > engine.metric("vllm:lwkv_host_used_bytes") > 0
+        name = "vllm:prompt_tokens_cached_by_source"
+        hits = {m.labels["source"]: m.value for m in engine.llm.get_metrics() if m.name == name}
+        assert not hits or (hits["host"], hits["external_unspecified"]) == (256, 0)
 
 
 def test_chunks_that_come_and_go_are_events_with_their_tokens(llama: Path) -> None:
