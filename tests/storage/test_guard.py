@@ -11,6 +11,7 @@ from storage.rig import NUM_LAYERS, Rig, keys, value, values
 
 from lwkv.storage import Missing, Status
 from lwkv.storage.guard import NUM_READERS, NUM_WRITERS
+from lwkv.telemetry.log_throttle import PERIOD_S
 
 MakeRig = Callable[..., Rig]
 BAD_ANSWERS = {
@@ -41,6 +42,27 @@ def test_a_tier_that_cannot_say_what_it_has_is_a_miss_and_the_next_one_is_asked(
     assert caplog.messages[0].startswith("tier disk: look-up failed: ")
     hold.release()
     assert rig.lookup(1, 2, 3) == 3
+
+
+def test_a_tier_that_is_down_is_one_line_a_minute_whatever_is_asked_of_it(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FaultyTier("disk")
+    rig = make_rig(disk)
+    for name in ("contains", "get", "put"):
+        disk.faults[name] = Fault(error=ConnectionError("refused"))
+    for number in range(8):
+        rig.commit(number)
+        rig.lookup(number + 100)
+        rig.manager.wait_idle(LONG_S)
+    (line,) = caplog.messages  # of a write or a look-up, whichever came first
+    assert line.endswith(" failed: ConnectionError: refused")
+    assert rig.counters.totals()["disk_errors"] > 2
+    rig.clock.now += PERIOD_S
+    rig.lookup(200)
+    rig.lookup(201)
+    (_, again) = caplog.messages
+    assert again.startswith("tier disk: look-up failed: ConnectionError: refused (")
 
 
 def test_answers_that_are_only_nearly_bool_count_as_such(rig: Rig, tier: FaultyTier) -> None:

@@ -64,7 +64,7 @@ def test_all_that_is_counted_only_grows_and_all_else_is_a_gauge() -> None:
         after = rig.manager.counts()
         assert all(after[name] >= before[name] for name in before)
         before = after
-    held = {"chunks", "pins", "writes_in_flight", "disk_resting"}
+    held = {"chunks", "pins", "writes_in_flight", "disk_resting", "host_used_bytes", "host_capacity_bytes"}
     assert rig.manager.gauges().keys() == held
     assert not before.keys() & held
     rig.end()
