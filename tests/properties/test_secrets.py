@@ -283,3 +283,12 @@ def test_the_name_of_a_file_that_is_an_address_is_shown_without_password(
         with pytest.raises(ConfigError, match="cannot be read") as refused:
             load()
         assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("folder", [f"someone:{SECRET}@host:1", f"file://someone:{SECRET}", f"{SECRET}@host"])
+def test_a_folder_that_is_an_address_is_refused_without_its_password(folder: str) -> None:
+    config = Config(local_disk=folder, max_local_disk_size=0.1)
+    report = Report({"lwkv": "0"})
+    examine_tiers(report, config)
+    assert len(report.faults) == 1
+    assert SECRET not in f"{report} {list(lines(report))} {config!r}"

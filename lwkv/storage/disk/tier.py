@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from lwkv.background.workers import Workers
+from lwkv.config.messages import shown
 from lwkv.config.settings import Config
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, LayerKey
@@ -112,7 +113,7 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
         direct, timeout_s = reads_directly(path), setup.config.load_timeout_s
         folder = Folder(path, limit, direct, setup.counters, timeout_s=timeout_s)
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise _unusable(path, error) from None
     log.info("tier disk: %s has %d files; %s", path, folder.num_files, _way(folder.direct))
     return DiskTier(folder, form, setup.counters)
 
@@ -124,7 +125,7 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
         direct, free = reads_directly(path), os.statvfs(path)
         folder = Folder(path, 1 << 62, direct, Counters())  # nothing is removed
     except OSError as error:
-        raise _unusable(path, error) from error
+        raise _unusable(path, error) from None
     return {
         "folder": path,
         "files": str(folder.num_files),
@@ -158,6 +159,6 @@ def _access(path: str) -> str:
 
 def _unusable(path: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"local_disk: {path!r} cannot be used: {error.strerror or error}; give a folder that is there and "
-        "can be written to, or leave local_disk out"
+        f"local_disk: {shown(path)} cannot be used: {error.strerror or error}; give a folder that is there "
+        "and can be written to, or leave local_disk out"
     )
