@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--vllm", action="store_true", help="the tests in tests/integrations/in_vllm, which need vLLM"
     )
+    parser.addoption("--soak", type=float, default=0.5, metavar="MINUTES", help="how long the soak test runs")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,0 +1,176 @@
+"""A long random run with little memory, a disk and a server that is killed and frozen: right answers and hits.
+
+Half a minute of it runs with the other tests; `--soak MINUTES` runs longer, and prints what was found.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.rig import CHUNK, Answer, Engine, assert_same, prompt, started, with_lwkv
+from storage.servers import Server, redis_server, running, valkey_program
+
+CHUNK_GIB = 4 * 2 * CHUNK * 2 * 32 * 4 / 2**30
+HOST_CHUNKS, DISK_CHUNKS = 24, 80
+FAULT_FREE_SHARE = 0.95
+"""Of the hits of an oracle with the disk's room: headers take some of the disk's room, and so do drafts."""
+
+
+class PrefixOracle:
+    """The hits of a cache with room for `num_chunks` that drops the least recently used end of a prefix."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self._room = num_chunks
+        self._used: dict[tuple[int, ...], int] = {}
+        self._children: Counter[tuple[int, ...]] = Counter()
+        self._now = 0
+
+    def ask(self, ids: list[int]) -> int:
+        """How many leading tokens of a prompt are there; afterwards all its full chunks have been used."""
+        self._now += 1
+        ends = range(CHUNK, len(ids) + 1, CHUNK)
+        prefixes = [tuple(ids[:end]) for end in ends]
+        found = next((i for i, prefix in enumerate(prefixes) if prefix not in self._used), len(prefixes))
+        for prefix in prefixes:
+            if prefix not in self._used:
+                self._children[prefix[:-CHUNK]] += 1
+            self._used[prefix] = self._now
+        while len(self._used) > self._room:
+            self._evict()
+        return found * CHUNK
+
+    def _evict(self) -> None:
+        ends = (prefix for prefix in self._used if not self._children[prefix])
+        oldest = min(ends, key=lambda prefix: (self._used[prefix], -len(prefix)))
+        del self._used[oldest]
+        self._children[oldest[:-CHUNK]] -= 1
+
+
+class Conversations:
+    """Random prompts: turns of conversations that grow, begin with shared documents, and are left."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._open: list[list[int]] = []
+        self._seed = seed * 100_000
+
+    def next_batch(self, most: int) -> list[list[int]]:
+        return [self._next() for _ in range(self._random.randint(1, most))]
+
+    def _next(self) -> list[int]:
+        if len(self._open) < 12 or self._random.random() < 0.2:
+            document = prompt(self._random.randrange(6), self._random.randrange(0, 700))
+            self._open.append(document)
+            self._open = self._open[-16:]
+        number = self._random.randrange(len(self._open))
+        self._seed += 1
+        self._open[number] = self._open[number] + prompt(self._seed, self._random.randrange(1, 200))
+        if len(self._open[number]) > 1500:
+            return self._open.pop(number)
+        return self._open[number]
+
+
+class Trouble:
+    """Kills and freezes a server now and then, and starts it again."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self._server = server
+        self._random = random.Random(seed)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.done: Counter[str] = Counter()
+
+    def __enter__(self) -> Trouble:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._random.uniform(1, 12)):
+            kind = self._random.choice(("freeze", "kill"))
+            self.done[kind] += 1
+            getattr(self._server, kind)()
+            self._end.wait(self._random.uniform(0.1, 5))
+            self._server.start() if kind == "kill" else self._server.thaw()
+
+
+@pytest.fixture
+def minutes(request: pytest.FixtureRequest) -> float:
+    return float(request.config.getoption("--soak"))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = redis_server(valkey_program(), tmp_path / "server", "--maxmemory", "24mb")
+    with running(server):
+        yield server
+
+
+def test_a_long_run_with_failing_tiers_gives_right_answers_and_the_hits_that_its_room_allows(
+    llama: Path, plain: Elsewhere, server: Server, tmp_path: Path, minutes: float
+) -> None:
+    settings = {
+        "max_local_cpu_size": HOST_CHUNKS * CHUNK_GIB,
+        "local_disk": str(tmp_path / "disk"),
+        "max_local_disk_size": DISK_CHUNKS * CHUNK_GIB * 1.1,
+        "remote_url": f"valkey://127.0.0.1:{server.port}",
+        "extra_config": {"slab_bytes": int(HOST_CHUNKS * CHUNK_GIB * 2**30) // 4},
+    }
+    run = Run(seed=1)
+    arguments = with_lwkv(**settings) | {"enable_prefix_caching": False, "max_num_batched_tokens": 256}
+    with started(llama, **arguments) as engine:
+        # Each prompt alone, and the server well: what is found is at least what the disk's room allows.
+        run.go(engine, plain, minutes * 20, most_together=1)
+        calm = run.share
+        with Trouble(server, seed=2) as trouble:
+            run.go(engine, plain, minutes * 40, most_together=4)
+        engine.at_rest()
+        stats = engine.worker.engine.stats()
+    print(f"\n{run.told()}; calm {calm:.3f}; troubles {dict(trouble.done)}; {stats}")
+    assert calm >= FAULT_FREE_SHARE
+
+
+class Run:
+    """Prompts, their answers compared, and the tokens that were found beside what an oracle finds."""
+
+    def __init__(self, seed: int) -> None:
+        self._conversations = Conversations(seed)
+        self._oracle = PrefixOracle(DISK_CHUNKS)
+        self._batches = self._prompts = self._found = self._wanted = 0
+
+    @property
+    def share(self) -> float:
+        return self._found / max(self._wanted, 1)
+
+    def go(self, engine: Engine, plain: Elsewhere, seconds: float, most_together: int) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            batch = self._conversations.next_batch(most_together)
+            answers: list[Answer] = engine.ask(batch, max_tokens=4)
+            assert_same(answers, plain.ask(batch, max_tokens=4))
+            engine.flush()
+            self._count(batch, answers)
+
+    def told(self) -> str:
+        return (
+            f"{self._batches} batches, {self._prompts} prompts, {self._found} tokens found, "
+            f"{self._wanted} by an oracle with the room of the disk"
+        )
+
+    def _count(self, batch: list[list[int]], answers: list[Answer]) -> None:
+        self._batches += 1
+        self._prompts += len(batch)
+        for ids, answer in zip(batch, answers, strict=True):
+            # At least one token is computed, so a whole prompt is never found.
+            self._wanted += min(self._oracle.ask(ids), (len(ids) - 1) // CHUNK * CHUNK)
+            self._found += answer.cached
