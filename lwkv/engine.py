@@ -44,6 +44,9 @@ __all__ = ["CacheEngine", "Request"]
 
 log = logging.getLogger(__name__)
 
+START_LOCKING_S = 1.0
+"""How long the constructor waits for host memory; a few GiB are page-locked by then."""
+
 
 class CacheEngine:
     """Keeps the KV of what was computed and brings it back, one layer at a time.
@@ -91,8 +94,15 @@ class CacheEngine:
         self._prompt_keys = PromptKeys(self.namespace, self._chunking)
         check_memory(config, read_limits())
         counters = Counters()
+        # Where the host is the device nothing is page-locked, and slabs cost nothing.
+        self._locks_ahead = connector.platform.device_type != "cpu"
         self._pool = HostPool(
-            connector.platform, connector.page_bytes, config.max_host_bytes, config.slab_bytes, counters
+            connector.platform,
+            connector.page_bytes,
+            config.max_host_bytes,
+            config.slab_bytes,
+            counters,
+            on_demand=not self._locks_ahead,
         )
         self._pool.reserve(config.reserve_bytes)
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
@@ -120,6 +130,9 @@ class CacheEngine:
             config, self._prompt_keys.of, self._storage, connector, self._completions, counters
         )
         weakref.finalize(self, self._completions.close).atexit = False
+        if self._locks_ahead:
+            self._storage.lock_memory()
+            self._storage.wait_locked(START_LOCKING_S)
         log.info("%s", self._describe())
 
     @classmethod
@@ -290,6 +303,14 @@ class CacheEngine:
     def metrics(self, **labels: str) -> str:
         """What `stats` tells, as text for Prometheus, with `labels` on every metric; the caller serves it."""
         return prometheus_text(self.counts(), self._gauges(), self.tier_names, **labels)
+
+    def wait_for_memory(self, timeout_s: float) -> bool:
+        """Block until host memory is page-locked as far as it can be; False if that takes over `timeout_s`.
+
+        For whoever starts a server: memory that is locked later is locked in the background, and what finds
+        no page until then is not stored.
+        """
+        return self._storage.wait_locked(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Wait for what is in flight and give everything back; idempotent.

@@ -23,6 +23,7 @@ from lwkv.platforms.host_memory import (
     check_size,
     is_byte_pinned,
     no_memory,
+    populate,
 )
 from lwkv.platforms.protocol import CopyBatch, Event, Features, Stream
 from lwkv.platforms.stream_switch import StreamSwitch
@@ -31,6 +32,8 @@ from lwkv.platforms.triton_driver import triton_serves
 log = logging.getLogger(__name__)
 
 # What a device module without its driver, or built without it, raises.
+LEAST_REGISTERED = 1 << 20
+"""Bytes; smaller memory comes from torch's allocator, which keeps it for the next one who asks."""
 ABSENT = (AssertionError, AttributeError, ImportError, OSError, RuntimeError)
 
 
@@ -143,9 +146,13 @@ class Accelerator:
 
     @torch.inference_mode(False)
     def alloc_pinned(self, nbytes: int) -> torch.Tensor:
-        """Allocate page-locked memory; torch's allocator rounds the bytes it takes up to a power of two."""
+        """Allocate page-locked memory.
+
+        torch's allocator rounds the bytes it takes up to a power of two, and holds launches up for as long as
+        the system takes to give them.
+        """
         check_size(nbytes)
-        if self.features.host_register and nbytes & (nbytes - 1):
+        if self.features.host_register and (nbytes & (nbytes - 1) or nbytes >= LEAST_REGISTERED):
             return self._register_new(nbytes)
         memory = self._alloc_with_torch(nbytes)
         if memory.data_ptr() % PAGE_BYTES == 0:
@@ -253,6 +260,7 @@ class Accelerator:
             memory, array = allocate_aligned(nbytes)
         except MemoryError as error:
             raise no_memory(nbytes) from error
+        populate(array)
         if not self.host_register(memory):
             raise no_memory(nbytes)
         call_at_end(array, partial(self._release, memory.data_ptr()))

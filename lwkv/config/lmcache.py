@@ -23,7 +23,10 @@ class LMCacheKey:
 
 
 _ABSENT = "lwkv has no such part; remove the key"
-_MEMORY = "host memory always grows on demand; to page-lock some at start, set extra_config.reserve_gib"
+_MEMORY = (
+    "host memory is page-locked in the background from the start; "
+    "to wait for some, set extra_config.reserve_gib"
+)
 
 LMCACHE_KEYS: Mapping[str, LMCacheKey] = {
     "remote_serde": LMCacheKey((None, "naive"), "pages are stored as the raw bytes they are; use naive"),

@@ -157,10 +157,12 @@ class ExtraConfig(BaseModel):
     )
     slab_bytes: Count = Field(
         default=256 << 20,
-        description="Bytes of host memory that are page-locked at a time, as the pool grows.",
+        description="Bytes of host memory that are page-locked at a time.",
     )
     reserve_gib: GiB = Field(
-        default=0.0, description="Host memory that is page-locked at start; the rest follows on demand."
+        default=0.0,
+        description="Host memory that is page-locked before the engine is there; the rest follows at once, "
+        "in the background.",
     )
 
 

@@ -26,7 +26,7 @@ MOST_REST_S = 64.0
 
 
 class HostPool:
-    """Pages of page-locked host memory, numbered from 0; slabs are added on demand up to `max_bytes`.
+    """Pages of page-locked host memory, numbered from 0; slabs are added up to `max_bytes`.
 
     A page starts 4096-aligned and holds `page_bytes` usable bytes. Every page handed out has a reference
     count; at zero it is free again. All methods are thread-safe.
@@ -43,6 +43,8 @@ class HostPool:
         slab_bytes: size of one slab; rounded down to whole pages, at least one.
         counters: where slabs that could not be page-locked are counted, as "page_lock_failures".
         clock: seconds; when to try again.
+        on_demand: whether `allocate` page-locks a slab where pages are missing. Otherwise it gives what is
+            there, and slabs are added by `reserve`, `lock_slab` and `grow_ahead` alone.
 
     Raises:
         ConfigError: `max_bytes` does not hold a single page.
@@ -56,6 +58,7 @@ class HostPool:
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_demand: bool = True,
     ) -> None:
         self._platform = platform
         self.page_bytes = page_bytes
@@ -74,6 +77,7 @@ class HostPool:
         self.num_pages = 0
         self._counters = counters or Counters()
         self._clock = clock
+        self._on_demand = on_demand
         self._rest_s = FIRST_REST_S
         self._rest_until = clock()
         self._closed = False
@@ -95,9 +99,10 @@ class HostPool:
 
     @property
     def available(self) -> int:
-        """Pages that are free, or could be if memory were page-locked now; 0 after `close`."""
+        """Pages that `allocate` can give now; 0 after `close`."""
         with self._lock:
-            return 0 if self._closed else self._counts.num_free + self._growth_left()
+            more = self._growth_left() if self._on_demand else 0
+            return 0 if self._closed else self._counts.num_free + more
 
     @property
     def references(self) -> int:
@@ -128,7 +133,7 @@ class HostPool:
                     return None
                 if count <= self._counts.num_free:
                     return self._counts.take(count)
-                if not self._growth_left():
+                if not (self._on_demand and self._growth_left()):
                     return None
             self._grow_for(count)
 
@@ -136,6 +141,10 @@ class HostPool:
         """How many pages more would have to be free for `allocate(count)`; more than exist after `close`."""
         with self._lock:
             return self.max_pages + 1 if self._closed else max(0, count - self._counts.num_free)
+
+    def lock_slab(self) -> bool:
+        """Page-lock one more slab; False where there is no more to be had. Blocks meanwhile."""
+        return self._grow_for(self.max_pages)
 
     def grow_ahead(self, count: int) -> None:
         """Page-lock slabs now, where there may be more, so that `count` pages are free. Blocks meanwhile."""

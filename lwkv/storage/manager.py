@@ -189,6 +189,14 @@ class StorageManager:
             pages = self._pool.allocate(num_pages)
         return pages
 
+    def lock_memory(self) -> None:
+        """Have all host memory page-locked in the background, slab by slab; `close` ends it."""
+        self._growth.submit(self._lock_next_slab)
+
+    def wait_locked(self, timeout_s: float) -> bool:
+        """Block until all that can be page-locked is; False if that takes over `timeout_s` seconds."""
+        return self._growth.wait_idle(timeout_s)
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until lower tiers have all chunks; False as LowerTiers.flush."""
         return self.lower.flush(timeout_s)
@@ -265,6 +273,11 @@ class StorageManager:
         self._counters.add("stores_refused")
         self._counters.add("chunks_refused", len(keys))
         self._throttle.warn("no room for %d chunks in host memory: not stored", len(keys))
+
+    def _lock_next_slab(self) -> None:
+        # A job for each slab: the next one is not begun once the threads are to end.
+        if self._pool.lock_slab():
+            self._growth.submit(self._lock_next_slab)
 
     def _grow_ahead(self, num_pages: int) -> None:
         # The next store of this size is not to wait for memory to be page-locked.

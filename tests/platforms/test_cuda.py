@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lwkv.platforms import CopyBatch
+from lwkv.platforms import CopyBatch, accelerator
 from lwkv.platforms.cpu import CPU
 from lwkv.platforms.cuda import CUDA
 from lwkv.platforms.cuda_driver import CopyAttributes, CudaDriver
@@ -336,6 +336,20 @@ def test_odd_sizes_are_locked_exactly_and_unlocked_when_dropped(cuda: CUDA, libr
     assert library.locked == {memory.data_ptr(): (5000, 1)}
     del memory
     assert library.locked == {}
+
+
+@pytest.mark.parametrize("nbytes", [5000, 1 << 20, (1 << 20) + 1])
+def test_the_system_has_given_the_memory_before_the_driver_locks_it(
+    cuda: CUDA, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Launches wait for as long as the driver locks memory, and for the system only if it does both."""
+    given = []
+    monkeypatch.setattr(
+        accelerator, "populate", lambda array: given.append((array.nbytes, dict(library.locked)))
+    )
+    memory = cuda.alloc_pinned(nbytes)
+    assert given == [(nbytes, {})]
+    assert library.locked == {memory.data_ptr(): (nbytes, 1)}
 
 
 def test_memory_that_cannot_be_locked_says_what_to_lower(cuda: CUDA, library: FakeLibrary) -> None:

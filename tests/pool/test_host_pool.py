@@ -38,9 +38,11 @@ class ScarceCPU(CPU):
         return super().alloc_pinned(nbytes)
 
 
-def make_pool(num_pages: int, slabs: int = 99, page_bytes: int = PAGE_BYTES, span: int = SPAN) -> HostPool:
+def make_pool(
+    num_pages: int, slabs: int = 99, page_bytes: int = PAGE_BYTES, span: int = SPAN, on_demand: bool = True
+) -> HostPool:
     stride = -(-page_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-    return HostPool(ScarceCPU(slabs), page_bytes, num_pages * stride, span * stride)
+    return HostPool(ScarceCPU(slabs), page_bytes, num_pages * stride, span * stride, on_demand=on_demand)
 
 
 def taken(pool: HostPool, count: int) -> Int64s:
@@ -294,6 +296,22 @@ def test_reserve_locks_whole_slabs_now_and_never_more_than_the_maximum() -> None
     assert pool.num_pages == 3
     pool.reserve(1 << 40)
     assert (pool.num_pages, pool.pages_in_use) == (7, 0)
+
+
+def test_a_pool_that_is_locked_ahead_gives_what_is_there_and_locks_nothing_for_who_asks() -> None:
+    pool = make_pool(7, on_demand=False)
+    assert (pool.allocate(1), pool.available) == (None, 0)
+    assert pool.lock_slab()
+    assert (pool.allocate(4), pool.available) == (None, 3)
+    assert taken(pool, 3).tolist() == [0, 1, 2]
+    assert [pool.lock_slab() for _ in range(3)] == [True, True, False]
+    assert (pool.available, pool.num_pages) == (4, 7)
+
+
+def test_locking_ahead_ends_where_memory_cannot_be_locked() -> None:
+    pool = make_pool(9, slabs=2, on_demand=False)
+    assert [pool.lock_slab() for _ in range(4)] == [True, True, False, False]
+    assert (pool.available, pool.num_pages) == (6, 6)
 
 
 def test_reserve_says_when_memory_cannot_be_locked() -> None:

@@ -71,7 +71,8 @@ class LWKVConnector(KVConnectorBase_V1):
         self._worker = _make_worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> Any:
-        return None if self._worker is None else self._worker.info
+        # vLLM asks once the model is loaded and warmed up, before it takes requests.
+        return None if self._worker is None else self._worker.introduce()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

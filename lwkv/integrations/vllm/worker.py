@@ -24,6 +24,9 @@ from lwkv.transfer import NO_SLOT
 
 log = logging.getLogger(__name__)
 
+MEMORY_S = 60.0
+"""How long vLLM's start waits for host memory: about 4 GiB a second are page-locked meanwhile."""
+
 
 class WorkerSide:
     """Drives a cache engine from the hooks of one worker. For one thread.
@@ -81,6 +84,16 @@ class WorkerSide:
         self._meter = WorkerMeter(engine, rank, self._counters, clock)
         self._loads_ended = self._ended = True
         self._requests_ended: set[str] = set()
+
+    def introduce(self) -> RankInfo:
+        """What the scheduler is to know of this rank, once host memory is page-locked."""
+        if not self.engine.wait_for_memory(MEMORY_S):
+            log.warning(
+                "host memory is not yet page-locked after %.0f s: requests are taken, the rest follows in "
+                "the background, and what finds no page until then is not stored",
+                MEMORY_S,
+            )
+        return self.info
 
     def begin(self, orders: StepOrders) -> None:
         """Take the orders of a step, the same ones any number of times; the one before has ended."""

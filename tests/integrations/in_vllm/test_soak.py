@@ -1,4 +1,4 @@
-"""A long random run with little memory, a disk and a server that is killed and frozen: right answers and hits.
+"""A long random run, little memory, a disk and a server that is killed and frozen: right answers and hits.
 
 Half a minute of it runs with the other tests; `--soak MINUTES` runs longer, and prints what was found.
 """
