@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -18,6 +19,7 @@ from lwkv.pool.host_pool import HostPool
 from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.page_quarantine import PageQuarantine
+from lwkv.storage.prompt_part import PromptPart
 from lwkv.storage.tier import Lingering, Missing, Ordered, Status, Tier
 from lwkv.storage.tier_gauges import TierGauges
 from lwkv.telemetry.counters import Counters
@@ -49,6 +51,8 @@ class Guard:
         self._timeout_s = timeout_s
         self._counters = counters
         self._throttle = LogThrottle(log, clock)
+        self._puts: dict[ChunkKey, Future[bool]] = {}
+        self._lock = threading.RLock()  # a put that is refused can end others on the same thread
         self._ordered = tier if isinstance(tier, Ordered) else None
         self.name = tier.name
         self.meter = Meter()
@@ -62,7 +66,8 @@ class Guard:
         self._writes = CircuitBreaker(
             tier.name, "write", NUM_WRITERS, timeout_s, counters, clock, self._throttle
         )
-        self._calls = (self._writes, self._reads, self._looks)
+        self._uses = CircuitBreaker(tier.name, "note of use", 1, timeout_s, counters, clock, self._throttle)
+        self._calls = (self._writes, self._reads, self._looks, self._uses)
         self._gauges = TierGauges(tier, timeout_s, counters, clock)
         self._end = CircuitBreaker(tier.name, "close", 1, timeout_s, counters, clock)
 
@@ -91,17 +96,23 @@ class Guard:
         layer_keys = [LayerKey(key, layer) for key in keys]
         return self._reads.submit(partial(self._get, layer_keys, pages, buffers))
 
-    def put(self, key: ChunkKey, chunk: Chunk, parent: ChunkKey | None = None) -> Future[bool]:
-        """Start to copy a complete chunk; its pages must not change until the future is done.
+    def put(self, key: ChunkKey, chunk: Chunk, part: PromptPart | None = None) -> Future[bool]:
+        """Start to copy a complete chunk of this part; its pages must not change until the future is done.
 
-        `parent` is the chunk before it, None for a prompt's first. The result is whether the tier took it.
+        The result is whether the tier took it. A chunk that is being put already is not put a second time.
         """
-        return self._writes.submit(partial(self._put, key, chunk, parent))
+        with self._lock:
+            put = self._puts.get(key)
+            if put is not None:
+                return put
+            put = self._puts[key] = self._writes.submit(partial(self._put, key, chunk, part))
+        put.add_done_callback(partial(self._end_put, key))
+        return put
 
     def follow(self, prompt: Sequence[ChunkKey]) -> None:
         """Let a tier that is Ordered know that a prompt is used; never blocks."""
         if self._ordered is not None and prompt:
-            self._looks.submit(partial(self._ordered.follow, prompt, self._timeout_s))
+            self._uses.submit(partial(self._ordered.follow, prompt, self._timeout_s))
 
     def gauges(self) -> dict[str, int]:
         """What there is now, as far as is known; never waits for the tier."""
@@ -161,9 +172,13 @@ class Guard:
             self._quarantine.keep(pages[outcomes != FILLED])
         return outcomes
 
-    def _put(self, key: ChunkKey, chunk: Chunk, parent: ChunkKey | None) -> bool:
-        if self._ordered is not None:
-            self._ordered.follow([key] if parent is None else [parent, key], self._timeout_s)
+    def _end_put(self, key: ChunkKey, put: Future[bool]) -> None:
+        with self._lock:
+            del self._puts[key]
+
+    def _put(self, key: ChunkKey, chunk: Chunk, part: PromptPart | None) -> bool:
+        if self._ordered is not None and part is not None:
+            part.let_know(self, partial(self._ordered.follow, deadline_s=self._timeout_s))
         # Layer 0 is the commit record: last, and only where all other layers are there.
         others, first = range(1, len(chunk.pages)), range(1)
         return self._put_layers(key, chunk, others) and self._put_layers(key, chunk, first)
@@ -193,11 +208,12 @@ class Guard:
                 self._counters.add(f"{self._tier.name}_{call}_{ending.value}", count)
         if missed or wrong:
             self._throttle.warn(
-                "tier %s: %s of %d pages: %d missing, %d failed%s",
+                "tier %s: %s of %d pages: %d %s, %d failed%s",
                 self._tier.name,
                 call,
                 expected,
                 missed,
+                "without room" if call == "put" else "missing",
                 wrong,
                 _note_on(statuses),
             )

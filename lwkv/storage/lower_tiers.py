@@ -15,15 +15,16 @@ from lwkv.keys import ChunkKey
 from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Guard
 from lwkv.storage.host_tier import Chunk
+from lwkv.storage.prompt_part import PromptPart
 
 
 class Debt(NamedTuple):
-    """A complete chunk that these tiers are to get, and the one before it; owns a reference to its pages."""
+    """A complete chunk of `part` that these tiers are to get; owns a reference to its pages."""
 
     guards: Sequence[Guard]
     key: ChunkKey
     chunk: Chunk
-    parent: ChunkKey | None
+    part: PromptPart
 
 
 class LowerTiers:
@@ -62,15 +63,12 @@ class LowerTiers:
         for guard in self.guards:
             guard.follow(prompt)
 
-    def keep(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk, parent: ChunkKey | None) -> None:
-        """Have these tiers get a complete chunk, now or later; takes references to its pages of its own.
-
-        `parent` is the chunk before it, None for a prompt's first.
-        """
+    def keep(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk, part: PromptPart) -> None:
+        """Have these tiers get a complete chunk, now or later; takes references to its pages of its own."""
         if not guards:
             return
         self._pool.share(chunk.pages)
-        debt = Debt(guards, key, chunk, parent)
+        debt = Debt(guards, key, chunk, part)
         if self._defer(debt):
             self._settle(self._pool.max_pages // 2)
         else:
@@ -137,7 +135,7 @@ class LowerTiers:
             self._pool.share(debt.chunk.pages)
             with ExitStack() as undo:
                 undo.callback(self._pool.release, debt.chunk.pages)
-                put = guard.put(debt.key, debt.chunk, debt.parent)
+                put = guard.put(debt.key, debt.chunk, debt.part)
                 undo.pop_all()
             put.add_done_callback(partial(self._written, debt._replace(guards=(guard,))))
 

@@ -21,6 +21,7 @@ from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.prefix_order import parents_of
+from lwkv.storage.prompt_part import PromptPart, prompt_parts
 from lwkv.storage.tier import HOST, Tier
 from lwkv.storage.write import Write
 from lwkv.telemetry.counters import Counters
@@ -93,7 +94,10 @@ class StorageManager:
         in_host = self.host.contains(keys)
         lower = self.lower.find(keys, in_host)
         length = _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
-        return min(length, self.most_chunks)
+        length = min(length, self.most_chunks)
+        if not all(in_host[:length]):
+            self.lower.follow(keys[:length])  # what was promised is not to go before it is loaded
+        return length
 
     def hold(self, keys: Sequence[ChunkKey], first: int = 0) -> Hold:
         """Pin the longest cached prefix of `keys` from chunk `first` on until `Hold.release`.
@@ -112,8 +116,10 @@ class StorageManager:
         length = min(length, self.most_chunks)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
         self._note_found(found, length)
-        self.lower.follow(prompt[: first + length])
-        return Hold(found[:length], self._num_layers, self.host.unpin, self._promote, self._pool.release)
+        prompt = prompt[: first + length]
+        self.lower.follow(prompt)
+        promote = partial(self._promote, PromptPart(prompt, self.lower.guards))
+        return Hold(found[:length], self._num_layers, self.host.unpin, promote, self._pool.release)
 
     def layerwise_batched_get(self, hold: Hold, layers: Iterable[int]) -> list[Future[LayerPages]]:
         """Ask for every held chunk's page of each of `layers`; one future a layer, none of which raises.
@@ -145,6 +151,7 @@ class StorageManager:
         if self.frozen:
             return None
         parents = parents or parents_of(keys)
+        parts = prompt_parts(keys, parents, self.lower.guards)
         with ExitStack() as undo:
             known = [chunk for chunk in self.host.pin(keys) if chunk is not None]
             undo.callback(self.host.unpin, known)
@@ -156,6 +163,7 @@ class StorageManager:
             positions=np.array(wanted, np.int64),
             keys=[keys[i] for i in wanted],
             parents=[parents[i] for i in wanted],
+            parts=[parts[i] for i in wanted],
             pages=pages,
             put=self.batched_put,
             unclaim=self._unclaim,
@@ -167,16 +175,17 @@ class StorageManager:
         self,
         keys: Sequence[ChunkKey],
         chunks: Sequence[Chunk],
-        parents: Sequence[ChunkKey | None] | None = None,
+        parents: Sequence[ChunkKey | None],
+        parts: Sequence[PromptPart],
     ) -> None:
         """Make complete chunks visible and have the lower tiers get them; takes over their pages.
 
-        `parents` are as for `begin_write`. They are visible even if a tier raises, which is passed on.
+        They are visible even if a tier raises, which is passed on. `parents` has the chunk before each,
+        `parts` what each is a part of.
         """
-        parents = parents or parents_of(keys)
         try:
-            for key, chunk, parent in zip(keys, chunks, parents, strict=True):
-                self.lower.keep(self.lower.guards, key, chunk, parent)
+            for key, chunk, part in zip(keys, chunks, parts, strict=True):
+                self.lower.keep(self.lower.guards, key, chunk, part)
         finally:
             self._insert(keys, chunks, parents)
             self._unclaim(keys)
@@ -296,14 +305,14 @@ class StorageManager:
                 fetch.watch(tier.get(keys, layer, pages), positions, pages)
         return fetch.future
 
-    def _promote(self, found: Sequence[Found], chunks: Sequence[Chunk]) -> None:
+    def _promote(self, part: PromptPart, found: Sequence[Found], chunks: Sequence[Chunk]) -> None:
         if self.frozen:
             for chunk in chunks:
                 self._pool.release(chunk.pages)
             return
         try:
             for item, chunk in zip(found, chunks, strict=True):
-                self.lower.keep(self.lower.nearer_than(item.tier), item.key, chunk, item.parent)
+                self.lower.keep(self.lower.nearer_than(item.tier), item.key, chunk, part)
         finally:
             self._insert([item.key for item in found], chunks, [item.parent for item in found])
 

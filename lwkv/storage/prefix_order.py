@@ -34,6 +34,14 @@ class PrefixOrder(Generic[Key]):
         yield from self._orphans
         yield from (key for key in self._parents if key not in self._orphans)
 
+    def orphans(self) -> Iterator[Key]:
+        """Those that lack a chunk before them, the next to go first."""
+        return iter(self._orphans)
+
+    def by_use(self) -> Iterator[Key]:
+        """All chunks, orphans too, those used longest ago first."""
+        return iter(self._parents)
+
     def add(self, key: Key, parent: Key | None) -> None:
         """Have a chunk go last. `parent` is the one before it; None where there is none, or it is not known.
 
@@ -45,7 +53,7 @@ class PrefixOrder(Generic[Key]):
         self._parents[key] = parent
         if parent is not None:
             self._children.setdefault(parent, set()).add(key)
-        self._note_orphans(key)
+        self._note_orphans(key, is_new)
 
     def use(self, keys: Sequence[Key]) -> None:
         """Note that chunks are used, each prompt's first to last, and all that come before them."""
@@ -57,6 +65,10 @@ class PrefixOrder(Generic[Key]):
                 for ancestor in self.before(key):
                     self._move_to_end(ancestor)
 
+    def parent(self, key: Key) -> Key | None:
+        """The chunk before one, if both are known."""
+        return self._parents.get(key)
+
     def before(self, key: Key) -> Iterator[Key]:
         """The chunks before one that is here, its parent first, up to one that is not here."""
         seen = {key}
@@ -66,20 +78,31 @@ class PrefixOrder(Generic[Key]):
             seen.add(parent)
             parent = self._parents[parent]
 
+    def behind(self, key: Key) -> list[Key]:
+        """The chunks behind one, here or not, those nearest to it first, each up to one that is not here."""
+        found, seen = [key], {key}
+        for near in found:
+            new = [child for child in self._children.get(near, ()) if child not in seen]
+            found += new
+            seen.update(new)
+        return found[1:]
+
     def remove(self, key: Key) -> None:
         """Forget a chunk, if it is here; all that are behind it are orphans then."""
         if key not in self._parents:
             return
-        parent = self._parents.pop(key)
+        parent, was_orphan = self._parents.pop(key), key in self._orphans
         self._orphans.pop(key, None)
         if parent is not None:
             self._children[parent].discard(key)
             if not self._children[parent]:
                 del self._children[parent]
-        self._orphan(self._behind(key))
+        if not was_orphan:
+            self._orphan(self.behind(key))
 
     def let_go_first(self, key: Key) -> None:
-        """Have a chunk that is here go before all others."""
+        """Have a chunk that is here go before all others; those behind it are orphans from here on."""
+        self._orphan(self.behind(key))
         self._orphans[key] = None
         self._orphans.move_to_end(key, last=False)
 
@@ -88,28 +111,23 @@ class PrefixOrder(Generic[Key]):
             if key in order:
                 order.move_to_end(key)
 
-    def _note_orphans(self, key: Key) -> None:
-        """Note whether a chunk lacks one before it, which is then so for all behind it."""
-        parent, group = self._parents[key], [key, *self._behind(key)]
-        if parent is not None and (parent not in self._parents or parent in self._orphans):
-            self._orphan(group)
-        else:
-            for chunk in group:
+    def _note_orphans(self, key: Key, is_new: bool) -> None:
+        """Note whether a chunk lacks one before it, which is then so for all behind it.
+
+        All that are behind a chunk that is new were orphans so far.
+        """
+        parent = self._parents[key]
+        lacks_one = parent is not None and (parent not in self._parents or parent in self._orphans)
+        if lacks_one:
+            self._orphan([key] if is_new else [key, *self.behind(key)])
+        elif is_new:
+            for chunk in self.behind(key):
                 self._orphans.pop(chunk, None)
 
     def _orphan(self, keys: Sequence[Key]) -> None:
         # The deepest are the first to go: they are the last that would be of use again.
         for key in reversed(keys):
             self._orphans.setdefault(key, None)
-
-    def _behind(self, key: Key) -> list[Key]:
-        """All chunks that are here behind a chunk, those nearest to it first."""
-        found, seen = [key], {key}
-        for near in found:
-            new = [child for child in self._children.get(near, ()) if child not in seen]
-            found += new
-            seen.update(new)
-        return found[1:]
 
 
 def parents_of(keys: Sequence[Key]) -> list[Key | None]:

@@ -67,7 +67,7 @@ class Tier(Protocol):
         """Keep a copy of each page, uint8 (page_bytes,), which does not change before the call returns.
 
         Keys are of one layer or several, of any chunks. What is there already may be left as it is: the same
-        key has the same bytes.
+        key has the same bytes. MISS where nothing is wrong and there is no room that others need less.
         """
 
     def close(self) -> None:

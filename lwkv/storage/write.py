@@ -10,6 +10,7 @@ import numpy as np
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage.host_tier import Chunk
+from lwkv.storage.prompt_part import PromptPart
 
 
 @dataclass(slots=True, eq=False)
@@ -20,14 +21,18 @@ class Write:
     stay until the end: `let_go` unpins these.
 
     `positions`, int64 (chunks,), says which of the keys asked for are written; `parents` has the chunk before
-    each; `pages` is int64 (layers, chunks), each layer's pages neighbours in memory where the pool had room.
+    each, `parts` what each is a part of. `pages` is int64 (layers, chunks), each layer's pages neighbours in
+    memory where the pool had room for that.
     """
 
     positions: Int64s
     keys: Sequence[ChunkKey]
     parents: Sequence[ChunkKey | None]
+    parts: Sequence[PromptPart]
     pages: Int64s
-    put: Callable[[Sequence[ChunkKey], Sequence[Chunk], Sequence[ChunkKey | None]], None]
+    put: Callable[
+        [Sequence[ChunkKey], Sequence[Chunk], Sequence[ChunkKey | None], Sequence[PromptPart]], None
+    ]
     unclaim: Callable[[Sequence[ChunkKey]], None]
     release: Callable[[Int64s], None]
     let_go: Callable[[], None]
@@ -36,7 +41,8 @@ class Write:
     def commit(self) -> None:
         """Make the chunks visible; every page must hold its bytes by now, host-side."""
         try:
-            self.put(self.keys, [Chunk(pages) for pages in np.ascontiguousarray(self.pages.T)], self.parents)
+            chunks = [Chunk(pages) for pages in np.ascontiguousarray(self.pages.T)]
+            self.put(self.keys, chunks, self.parents, self.parts)
         finally:
             self.let_go()
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from storage.disk_rig import FORM
+from storage.faulty_tier import LONG_S
 from storage.rig import Rig, keys
+
+from lwkv.storage.disk.folder import Folder
+from lwkv.storage.disk.lru import TOUCH_S
+from lwkv.storage.disk.tier import DiskTier
+from lwkv.telemetry.counters import Counters
 
 ROOM = 16
 PROMPT = list(range(1000, 1024))
@@ -176,3 +187,79 @@ def test_a_chunk_is_kept_in_its_turn_when_its_parent_is_stored_anew() -> None:
     assert rig.lookup(1, 2) == 1
     assert rig.lookup(5, 6, 7) == 3
     rig.end()
+
+
+class Disk:
+    """A disk tier, and host memory that keeps nothing; `restart` is another process on the same folder."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self._folder = folder
+        self._room = room
+        self.now = 1e9
+        self._open()
+
+    def _open(self) -> None:
+        counters = Counters()
+        size = self._room * FORM.file_bytes
+        folder = Folder(str(self._folder), size, False, counters, lambda: self.now)
+        tier: Any = DiskTier(folder, FORM, counters)
+        self.rig = Rig(400, [tier], keep_in_host=False)
+
+    def restart(self) -> None:
+        self.close()
+        self._open()
+
+    def close(self) -> None:
+        self.rig.manager.close(LONG_S)
+
+    def find(self, prompt: Sequence[int]) -> int:
+        """How many leading chunks have files."""
+        names = set(os.listdir(self._folder))
+        missing = (i for i, chunk in enumerate(keys(*prompt)) if f"{chunk.to_string()}.kv" not in names)
+        return next(missing, len(prompt))
+
+    def num_files(self) -> int:
+        return sum(name.endswith(".kv") for name in os.listdir(self._folder))
+
+
+@given(
+    st.lists(st.tuples(events(), st.booleans()), max_size=10),
+    st.integers(1, 20),
+    st.sampled_from([0.0, TOUCH_S + 1]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_disk_finds_of_every_prompt_what_an_oracle_of_the_same_room_finds(
+    history: list[tuple[Event, bool]], room: int, pause_s: float
+) -> None:
+    with TemporaryDirectory() as folder:
+        disk, oracle = Disk(Path(folder), room), Oracle(room)
+        for event, restarts in history:
+            disk.now += pause_s
+            if restarts:
+                disk.restart()
+            happen(disk.rig, event)
+            disk.rig.settle()
+            oracle.use(event.prompt) if event.step else oracle.load(event.prompt)
+            kept = {chunk for prompt in a_tree() for chunk in prompt[: disk.find(prompt)]}
+            assert len(kept) == disk.num_files(), "no file is dead weight"
+            if pause_s > TOUCH_S:  # else what was used in the last seconds is one to a process that starts
+                for prompt in a_tree():
+                    assert disk.find(prompt) >= oracle.find(prompt), (event, prompt)
+        disk.close()
+
+
+@pytest.mark.parametrize("step", [24, 12, 8, 5, 2, 1])
+def test_of_a_prompt_larger_than_a_disk_as_much_is_found_as_fits_after_a_restart(
+    step: int, tmp_path: Path
+) -> None:
+    disk = Disk(tmp_path, ROOM)
+    store_in_steps(disk.rig, PROMPT, step)
+    disk.rig.settle()
+    assert (disk.find(PROMPT), disk.num_files()) == (ROOM, ROOM)
+    disk.restart()
+    assert disk.rig.lookup(*PROMPT) == ROOM
+    happen(disk.rig, Event(tuple(PROMPT), 0))
+    disk.rig.store(FOREIGN)
+    disk.restart()
+    assert (disk.rig.lookup(*PROMPT), disk.rig.lookup(FOREIGN)) == (ROOM - 1, 1)
+    disk.close()

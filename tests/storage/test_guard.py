@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
 import pytest
+import torch
 from storage.faulty_tier import LONG_S, Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, Rig, keys, value, values
 
+from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage import Missing, Status
 from lwkv.storage.guard import NUM_READERS, NUM_WRITERS
 from lwkv.telemetry.log_throttle import PERIOD_S
@@ -350,3 +352,56 @@ def test_after_close_loads_are_missing_stores_leave_nothing_and_nothing_hangs() 
     write.commit()
     assert rig.lookup(1, 2) == 0
     assert (rig.pool.references, rig.manager.writes_in_flight, len(rig.host)) == (0, 0, 0)
+
+
+class OrderedTier(FaultyTier):
+    """One that wants to know which chunks are one prompt; `log` has these calls and the puts, in order."""
+
+    def __init__(self) -> None:
+        super().__init__("ordered")
+        self.log: list[tuple[str, list[ChunkKey]]] = []
+
+    def follow(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
+        self.log.append(("follow", list(prompt)))
+
+    def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
+        self.log.append(("put", [keys[0].chunk]))
+        return super().put(keys, pages, deadline_s)
+
+
+def test_a_tier_learns_of_a_prompt_before_it_gets_its_chunks_and_whenever_it_is_found(
+    make_rig: MakeRig,
+) -> None:
+    tier = OrderedTier()
+    rig = make_rig(tier)
+    rig.store(1, 2)
+    assert [prompt for call, prompt in tier.log if call == "follow"] == [keys(1, 2)]
+    assert tier.log[0][0] == "follow"
+    tier.log.clear()
+    rig.store(1, 2, 3)
+    assert tier.log == [("follow", keys(1, 2, 3)), *[("put", keys(3))] * 2]
+    tier.log.clear()
+    rig.hold(1, 2, 3, 4).release()
+    rig.settle()
+    assert tier.log == [("follow", keys(1, 2, 3))]
+    rig.forget(3)
+    tier.log.clear()
+    assert rig.lookup(1, 2, 3, 4) == 3
+    rig.settle()
+    assert tier.log == [("follow", keys(1, 2, 3))]
+    assert rig.lookup(1, 2) == 2
+    rig.settle()
+    assert len(tier.log) == 1, "a tier is left alone where host memory has all"
+
+
+def test_a_chunk_that_is_being_put_is_not_put_a_second_time(make_rig: MakeRig, tier: FaultyTier) -> None:
+    rig = make_rig(tier, keep_in_host=False)
+    tier.faults["put", 0] = gate = hanging()
+    rig.commit(1)
+    assert gate.entered.wait(LONG_S)
+    rig.commit(1)
+    assert gate.gate is not None
+    gate.gate.set()
+    rig.settle()
+    assert [call for call, _ in tier.calls] == ["put", "put"], "layer 0, and before it the others"
+    assert rig.pool.references == 0

@@ -65,11 +65,11 @@ def test_a_parent_may_be_learnt_later_and_does_not_change() -> None:
 def test_what_is_to_go_first_goes_before_all_others() -> None:
     order: PrefixOrder[int] = PrefixOrder()
     add(order, 1, 2)
-    add(order, 3)
+    add(order, 3, 4)
     order.let_go_first(3)
-    assert list(order) == [3, 2, 1]
+    assert list(order) == [3, 4, 2, 1]
     order.remove(3)
-    assert list(order) == [2, 1]
+    assert list(order) == [4, 2, 1]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "use", "remove"]), st.integers(0, 4), st.integers(0, 4))))

@@ -27,6 +27,8 @@ class Below(Protocol):
 
     def leave_alone(self, tiers: Mapping[str, float]) -> None: ...
 
+    def follow(self, prompt: Sequence[ChunkKey]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -46,6 +48,9 @@ class Rank:
             asked = [i for i, key in enumerate(keys) if there[i] is None and key.hash not in self.failed]
             for i, found in zip(asked, self.below.find([keys[i] for i in asked]), strict=True):
                 there[i] = found
+            if lower := [i for i in asked if there[i]]:
+                # It may wait long for its turn, and is not to go meanwhile: nor what comes before it.
+                self.below.follow(keys[: lower[-1] + 1])
         return there
 
 

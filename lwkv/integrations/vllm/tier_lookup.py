@@ -14,6 +14,7 @@ from lwkv.keys import ChunkKey
 from lwkv.storage import Tier, TierSetup
 from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.registry import open_tiers
+from lwkv.storage.tier import Ordered
 from lwkv.telemetry.counters import Counters
 
 ANSWER_S = 0.5
@@ -27,6 +28,8 @@ class LowerTier:
         self._tier = tier
         self.name = tier.name
         self._calls = CircuitBreaker(tier.name, "lookup", 1, ANSWER_S, counters, time.monotonic)
+        self._ordered = tier if isinstance(tier, Ordered) else None
+        self._uses = CircuitBreaker(tier.name, "note of use", 1, ANSWER_S, counters, time.monotonic)
         self._end = Workers(f"{tier.name}-close", 1)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -36,14 +39,20 @@ class LowerTier:
         found = call.result() if answered else []
         return found if len(found) == len(keys) else [False] * len(keys)
 
+    def follow(self, prompt: Sequence[ChunkKey]) -> None:
+        if self._ordered is not None:
+            self._uses.submit(partial(self._ordered.follow, prompt, ANSWER_S))
+
     def close(self) -> None:
         """Close the tier once its last call has returned, on a thread of its own: it may block."""
+        self._uses.close(ANSWER_S)
         self._calls.close(ANSWER_S)
         self._end.submit(self._close)
         self._end.close(ANSWER_S)
 
     def _close(self) -> None:
-        self._calls.wait_idle(float("inf"))
+        for calls in (self._uses, self._calls):
+            calls.wait_idle(float("inf"))
         self._tier.close()
 
 
@@ -74,6 +83,11 @@ class LowerTiers:
             for i, there in zip(rest, tier.contains([keys[i] for i in rest]), strict=True):
                 found[i] = tier.name if there else None
         return found
+
+    def follow(self, prompt: Sequence[ChunkKey]) -> None:
+        """Let the tiers know that a prompt that begins with these chunks is to be loaded; never waits."""
+        for tier in self._tiers:
+            tier.follow(prompt)
 
     def close(self) -> None:
         for tier in self._tiers:

@@ -7,10 +7,11 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from lwkv.storage.disk.drafts import Drafts
 from lwkv.storage.disk.header_cache import Version
 from lwkv.storage.disk.io import NO_SPACE, bytes_taken, create
 from lwkv.storage.disk.lock import FolderLock, is_owned, locked, own, used_in
@@ -41,8 +42,12 @@ class DiskFullError(OSError):
     """The file system has no space, though the limit is not reached."""
 
 
+class NoRoomError(Exception):
+    """There is only room for a chunk where those before it are, or what this process is writing."""
+
+
 class Folder:
-    """Chunk files by the text of their key, least recently used first. Thread-safe.
+    """Chunk files by the text of their key; room is made at the end of prompts, see Uses. Thread-safe.
 
     Files are added and removed under the folder's lock, so that all processes together keep `max_bytes`. What
     another process does is seen by looking, never assumed: a file may appear and vanish at any time.
@@ -67,6 +72,7 @@ class Folder:
         self._clock = clock
         self._timeout_s = timeout_s
         self._uses = Uses()
+        self._drafts = Drafts()
         self._scanned_at = float("-inf")
         try:
             with locked(path, timeout_s) as lock:
@@ -113,36 +119,40 @@ class Folder:
         """Whether anything has the name of this chunk's file."""
         return os.path.lexists(self.chunk_path(key))
 
-    def touch(self, keys: Sequence[str]) -> None:
-        """Note that chunks are used, for this process and, now and then, for the others."""
-        now = self._clock()
-        # Deep chunks are of no use without those before them: they are used first, and go first.
-        for name in self._uses.use([key + CHUNK_SUFFIX for key in keys], now):
+    def follow(self, prompt: Sequence[str]) -> None:
+        """Note that chunks in a row are used, for this process and, now and then, for the others."""
+        names = [key + CHUNK_SUFFIX for key in prompt]
+        for name in self._uses.unknown(names):
+            self.size_of(name.removesuffix(CHUNK_SUFFIX))  # another process may have written it
+        for name, at in self._uses.follow(names, self._clock()).items():
             with suppress(OSError):
-                os.utime(os.path.join(self.path, name), (now, now))
+                os.utime(os.path.join(self.path, name), (at, at))
 
     def begin(self, key: str, num_bytes: int) -> Draft:
-        """Take space for a chunk's file, removing those used longest ago if need be.
+        """Take space for a chunk's file, removing others if need be, but none of the chunks before it.
 
-        Raises OSError: no space, though all that can go went. TimeoutError: the lock.
+        Raises OSError: no space, though all that can go went. NoRoomError. TimeoutError: the lock.
         """
         try:
-            return self._new_draft(key, num_bytes)
+            return self._begin(key, num_bytes)
         except DiskFullError:
-            self.make_way(num_bytes)
-            return self._new_draft(key, num_bytes)
+            self.make_way(key, num_bytes)
+            return self._begin(key, num_bytes)
 
-    def make_way(self, num_bytes: int) -> None:
-        """Remove files of so many bytes, used longest ago, or all: the disk is full before the limit is."""
+    def make_way(self, key: str, num_bytes: int) -> None:
+        """Remove files of so many bytes for a chunk, or all: the disk is full before the limit is."""
         self._counters.add("disk_no_space")
+        spared = self._uses.before(key + CHUNK_SUFFIX)
         with locked(self.path, self._timeout_s) as lock:
-            while num_bytes > 0 and (freed := self._remove_oldest(lock)):
+            while num_bytes > 0 and (freed := self._remove_oldest(lock, spared)):
                 num_bytes -= freed
 
     def commit(self, draft: Draft) -> None:
         """Make a complete file visible; where another process was faster, its file stays. Raises OSError."""
         name = draft.key + CHUNK_SUFFIX
         path = os.path.join(self.path, name)
+        at = self._uses.time_for(name, self._clock())
+        os.utime(draft.path, (at, at))
         with locked(self.path, self._timeout_s) as lock:
             if os.path.lexists(path):
                 os.unlink(draft.path)
@@ -150,9 +160,9 @@ class Folder:
             else:
                 os.rename(draft.path, path)
         os.close(draft.file)
-        now = self._clock()
-        self._uses.add(name, now)
-        self._uses.use([name], now)
+        self._uses.add(name, at)
+        self.follow([draft.key])
+        self._drafts.end(name)
 
     def discard(self, draft: Draft) -> None:
         """Remove a file that is not complete, and give its space back."""
@@ -160,6 +170,7 @@ class Folder:
             os.unlink(draft.path)
             lock.used -= draft.num_bytes
         os.close(draft.file)
+        self._drafts.end(draft.key + CHUNK_SUFFIX)
 
     def set_aside(self, key: str, reason: str, text: str) -> None:
         """Give a chunk's file a name that nobody looks for; it is the next one to be removed."""
@@ -188,10 +199,22 @@ class Folder:
             os.rename(path, bad_path)
             self._uses.let_go_first(bad)
 
-    def _new_draft(self, key: str, num_bytes: int) -> Draft:
+    def _begin(self, key: str, num_bytes: int) -> Draft:
+        before = self._uses.before(key + CHUNK_SUFFIX)
+        deadline, ended = time.monotonic() + self._timeout_s, -1
+        # Several are written at a time. What is behind this one may have come first, and goes from its end.
+        while self._drafts.wait_for_another(ended, before, deadline):
+            ended = self._drafts.num_ended
+            with suppress(NoRoomError):
+                return self._new_draft(key, num_bytes, before | self._uses.behind(key + CHUNK_SUFFIX))
+        return self._new_draft(key, num_bytes, before)
+
+    def _new_draft(self, key: str, num_bytes: int, spared: Collection[str]) -> Draft:
         path = os.path.join(self.path, draft_name(key))
         with locked(self.path, self._timeout_s) as lock:
-            if not self._make_room(lock, num_bytes):
+            if not self._make_room(lock, num_bytes, spared):
+                if self._drafts or len(self._uses.unknown(spared)) < len(spared):
+                    raise NoRoomError(path)
                 raise OSError(errno.ENOSPC, f"max_local_disk_size of {self._max_bytes} bytes is taken", path)
             draft = Draft(key, path, create(path, self.direct), num_bytes)
             try:
@@ -203,6 +226,7 @@ class Folder:
                 os.unlink(path)
                 raise
             lock.used += num_bytes
+            self._drafts.begin(key + CHUNK_SUFFIX)
         self._reserve(draft)
         return draft
 
@@ -218,13 +242,13 @@ class Folder:
                 raise DiskFullError(*error.args) from error
             raise
 
-    def _make_room(self, lock: FolderLock, num_bytes: int) -> bool:
+    def _make_room(self, lock: FolderLock, num_bytes: int, spared: Collection[str] = ()) -> bool:
         scanned = False
         while self._is_full(lock, num_bytes):
             if not scanned and (lock.used < 0 or time.monotonic() - self._scanned_at > RESCAN_S):
                 self._scan(lock)
                 scanned = True
-            elif not self._remove_oldest(lock):
+            elif not self._remove_oldest(lock, spared):
                 if scanned:
                     return False
                 self._scan(lock)
@@ -235,9 +259,9 @@ class Folder:
         used = lock.used
         return used < 0 or used + num_bytes > self._max_bytes
 
-    def _remove_oldest(self, lock: FolderLock) -> int:
-        """Remove the file used longest ago; how many bytes that gives back, 0 where there is none."""
-        while (oldest := self._uses.take_oldest()) is not None:
+    def _remove_oldest(self, lock: FolderLock, spared: Collection[str]) -> int:
+        """Remove the next file to go, none of `spared`; how many bytes that gives back, 0 for none."""
+        while (oldest := self._uses.take_oldest(spared, self._clock())) is not None:
             name, used_at = oldest
             path = os.path.join(self.path, name)
             try:

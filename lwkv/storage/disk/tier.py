@@ -17,7 +17,7 @@ from lwkv.config.settings import Config
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage.disk.checksum import checksum_by
-from lwkv.storage.disk.folder import Folder
+from lwkv.storage.disk.folder import Folder, NoRoomError
 from lwkv.storage.disk.format import FileForm
 from lwkv.storage.disk.header_cache import Headers
 from lwkv.storage.disk.io import reads_directly
@@ -42,6 +42,7 @@ class DiskTier:
     def __init__(self, folder: Folder, form: FileForm, counters: Counters) -> None:
         headers = Headers()
         self._folder = folder
+        self._counters = counters
         self._reader = DiskReader(folder, form, headers, counters)
         self._writer = DiskWriter(folder, form, headers)
         self._workers = Workers("disk-read", NUM_THREADS)
@@ -50,9 +51,11 @@ class DiskTier:
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
         self._require_open()
         texts = [key.to_string() for key in keys]
-        there = [self._reader.is_there(text) for text in texts]
-        self._folder.touch([text for text, found in zip(texts, there, strict=True) if found])
-        return there
+        return [self._reader.is_there(text) for text in texts]
+
+    def follow(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
+        self._require_open()
+        self._folder.follow([key.to_string() for key in prompt])
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         self._require_open()
@@ -74,7 +77,7 @@ class DiskTier:
         for (chunk, layer), page in zip(keys, pages, strict=True):
             chunks.setdefault(chunk, {})[layer] = page
         kept = {chunk: self._put_chunk(chunk.to_string(), layers) for chunk, layers in chunks.items()}
-        return [Status.OK if kept[key.chunk] else Status.ERROR for key in keys]
+        return [kept[key.chunk] for key in keys]
 
     def close(self) -> None:
         self._closed = True
@@ -88,7 +91,14 @@ class DiskTier:
     def _read_all(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]) -> list[Status]:
         return [self._reader.read(key, page) for key, page in zip(keys, pages, strict=True)]
 
-    def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> bool:
+    def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> Status:
+        try:
+            return Status.OK if self._is_kept(key, pages) else Status.ERROR
+        except NoRoomError:
+            self._counters.add("disk_refused")
+            return Status.MISS
+
+    def _is_kept(self, key: str, pages: Mapping[int, torch.Tensor]) -> bool:
         if self._writer.is_writing(key) or not self._folder.has(key):
             return self._writer.put(key, pages)
         # What has the name and can neither be used nor set aside stays there, and nothing is kept.

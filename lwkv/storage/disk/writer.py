@@ -55,7 +55,7 @@ class DiskWriter:
         except BaseException as error:
             self._folder.discard(writing.draft)
             if isinstance(error, OSError) and error.errno in NO_SPACE:
-                self._folder.make_way(self._form.file_bytes)
+                self._folder.make_way(key, self._form.file_bytes)
             raise
         self._keep_for_later(key, writing)
         return True

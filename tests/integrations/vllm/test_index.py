@@ -25,6 +25,7 @@ class Shelf:
     def __init__(self, *keys: ChunkKey) -> None:
         self.keys = set(keys)
         self.asked: list[ChunkKey] = []
+        self.followed: list[list[ChunkKey]] = []
         self.closed = False
         self.unread: dict[str, float] | None = None
 
@@ -34,6 +35,9 @@ class Shelf:
 
     def leave_alone(self, tiers: Mapping[str, float]) -> None:
         self.unread = dict(tiers)
+
+    def follow(self, prompt: Sequence[ChunkKey]) -> None:
+        self.followed.append(list(prompt))
 
     def close(self) -> None:
         self.closed = True
@@ -101,6 +105,7 @@ def test_lower_tiers_are_asked_for_what_host_memory_lacks_unless_it_failed() -> 
     index.learn(RankReport(info(0), 1, kept=hashes(0, 0, 4)))
     assert index.prefix([keys]) == 5
     assert shelf.asked == [*keys[1:4], *keys[5:]]
+    assert shelf.followed == [keys[:5]], "with those before them: a prompt is of use only from its start"
     index.learn(RankReport(info(0), 2, failed=hashes(0, 2)))
     shelf.asked.clear()
     assert index.prefix([keys]) == 2

@@ -360,7 +360,7 @@ def test_the_chunks_used_longest_ago_go_first(rig: DiskRig) -> None:
     tier = rig.open(room=3)
     store(tier, *keys(1, 2, 3))
     assert rig.is_whole(tier, key(1))
-    tier.contains(keys(1), 1)
+    tier.follow(keys(1), 1)
     store(tier, key(4))
     assert tier.contains(keys(1, 2, 3, 4), 1) == [True, False, True, True]
     assert rig.used() == 3 * FORM.file_bytes
@@ -370,7 +370,7 @@ def test_the_chunks_used_longest_ago_go_first(rig: DiskRig) -> None:
 def test_deep_chunks_go_before_those_that_they_need(rig: DiskRig) -> None:
     tier = rig.open(room=3)
     store(tier, *keys(3, 2, 1))
-    tier.contains(keys(1, 2, 3), 1)
+    tier.follow(keys(1, 2, 3), 1)
     store(tier, key(4))
     assert tier.contains(keys(1, 2, 3), 1) == [True, True, False]
 
@@ -405,7 +405,7 @@ def test_what_another_process_uses_is_kept(rig: DiskRig, monkeypatch: pytest.Mon
     store(mine, *keys(1, 2))
     clock = other._folder._clock
     monkeypatch.setattr(other._folder, "_clock", lambda: clock() + 60)
-    assert other.contains(keys(1), 1) == [True]
+    other.follow(keys(1), 1)
     store(mine, key(3))
     assert mine.contains(keys(1, 2, 3), 1) == [True, False, True]
 

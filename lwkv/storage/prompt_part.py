@@ -1,0 +1,42 @@
+"""Chunks of a prompt on their way to lower tiers, which learn once that these belong together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+
+from lwkv.keys import ChunkKey
+
+
+class PromptPart:
+    """Chunks in a row, of which `tiers` are to get some. Thread-safe.
+
+    A tier learns of all of them before it gets the first: several are put at a time, in any order, and none
+    is to take the place of one before it.
+    """
+
+    def __init__(self, keys: Sequence[ChunkKey], tiers: Sequence[Hashable]) -> None:
+        self.keys = list(keys)
+        self._locks = {tier: threading.Lock() for tier in tiers}
+        self._known_to: set[Hashable] = set()
+
+    def let_know(self, tier: Hashable, follow: Callable[[Sequence[ChunkKey]], None]) -> None:
+        """Call `follow` with all keys, the first time for this tier; who comes meanwhile waits for that."""
+        with self._locks[tier]:
+            if tier not in self._known_to:
+                follow(self.keys)
+                self._known_to.add(tier)
+
+
+def prompt_parts(
+    keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], tiers: Sequence[Hashable]
+) -> list[PromptPart]:
+    """For each chunk the part that it is in; `parents` has the chunk before each."""
+    parts: list[PromptPart] = []
+    for position, (key, parent) in enumerate(zip(keys, parents, strict=True)):
+        if position and parent == keys[position - 1]:
+            parts.append(parts[-1])
+        else:
+            parts.append(PromptPart([] if parent is None else [parent], tiers))
+        parts[-1].keys.append(key)
+    return parts
