@@ -170,7 +170,7 @@ def test_a_put_that_returns_true_for_each_page_is_no_put_and_the_log_says_why(
     assert not rig.manager.lower.flush(LONG_S)
     assert rig.counters.totals() == {"faulty_put_error": NUM_LAYERS - 1}
     assert caplog.messages == [
-        f"tier faulty: put of {NUM_LAYERS - 1} pages: 0 missing, {NUM_LAYERS - 1} failed "
+        f"tier faulty: put of {NUM_LAYERS - 1} pages: 0 without room, {NUM_LAYERS - 1} failed "
         f"(True for {NUM_LAYERS - 1}: a tier returns a lwkv.storage.Status for each)"
     ]
 

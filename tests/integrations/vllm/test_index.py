@@ -105,7 +105,7 @@ def test_lower_tiers_are_asked_for_what_host_memory_lacks_unless_it_failed() -> 
     index.learn(RankReport(info(0), 1, kept=hashes(0, 0, 4)))
     assert index.prefix([keys]) == 5
     assert shelf.asked == [*keys[1:4], *keys[5:]]
-    assert shelf.followed == [keys[:5]], "with those before them: a prompt is of use only from its start"
+    assert shelf.followed == [keys[:4]], "with those before them: a prompt is of use only from its start"
     index.learn(RankReport(info(0), 2, failed=hashes(0, 2)))
     shelf.asked.clear()
     assert index.prefix([keys]) == 2
