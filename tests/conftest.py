@@ -11,19 +11,26 @@ import torch
 
 from lwkv.platforms import Platform, open_platform
 
+IN_ENGINES = (("--vllm", "in_vllm", "vLLM"), ("--sglang", "in_sglang", "SGLang"))
+"""Tests inside real engines, each in an environment of its own."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="device type to test on; one that is not there fails")
-    parser.addoption(
-        "--vllm", action="store_true", help="the tests in tests/integrations/in_vllm, which need vLLM"
-    )
     parser.addoption("--soak", type=float, default=0.5, metavar="MINUTES", help="how long the soak test runs")
+    for option, folder, package in IN_ENGINES:
+        text = f"the tests in tests/integrations/{folder}, which need {package}"
+        parser.addoption(option, action="store_true", help=text)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the tests that need a package which is not there in an ordinary run."""
-    needs_vllm = collection_path == Path(__file__).parent / "integrations" / "in_vllm"
-    return True if needs_vllm and not config.getoption("--vllm") else None
+    for option, folder, _ in IN_ENGINES:
+        if collection_path == Path(__file__).parent / "integrations" / folder and not config.getoption(
+            option
+        ):
+            return True
+    return None
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,93 @@
+"""One SGLang engine in a process of its own, driven by lines of JSON: the parent is `sglang_ttft`.
+
+Its argument is a JSON object of SGLang's engine arguments. Each line on stdin is a Question, each line on
+stdout an Answer; the first says that the engine is ready. What SGLang and lwkv print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+REST_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Two parts of random tokens, each from its seed; before it the cache may be flushed."""
+
+    prefix: int
+    prefix_seed: int
+    suffix: int
+    suffix_seed: int
+    flush: bool = False
+
+    def tokens(self, vocabulary: int) -> list[int]:
+        """Prefix and suffix, as many ids as they are long."""
+        parts = ((self.prefix_seed, self.prefix), (self.suffix_seed, self.suffix))
+        drawn = [np.random.default_rng(seed).integers(3, vocabulary, length) for seed, length in parts]
+        return [int(token) for token in np.concatenate(drawn)]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Milliseconds until the first token, what it is, and how many tokens of the prompt were not computed."""
+
+    ms: float
+    token: int
+    logprob: float
+    from_device: int
+    from_host: int
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    import sglang
+
+    arguments = json.loads(sys.argv[1])
+    vocabulary = arguments.pop("vocabulary")
+    engine = sglang.Engine(**arguments)
+    _send(answers, Answer(0.0, 0, 0.0, 0, 0))
+    for line in sys.stdin:
+        _send(answers, _answer(engine, Question(**json.loads(line)), vocabulary))
+    engine.shutdown()
+
+
+def _answer(engine: Any, question: Question, vocabulary: int) -> Answer:
+    if question.flush:
+        _flush(engine)
+    ids = question.tokens(vocabulary)
+    parameters = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+    begin = time.perf_counter()
+    (output,) = engine.generate(input_ids=[ids], sampling_params=parameters, return_logprob=True)
+    ms = 1e3 * (time.perf_counter() - begin)
+    found: Mapping[str, Any] = output["meta_info"]
+    details = found.get("cached_tokens_details") or {}
+    logprob, token, *_ = found["output_token_logprobs"][0]
+    return Answer(ms, int(token), float(logprob), details.get("device", 0), details.get("host", 0))
+
+
+def _flush(engine: Any) -> None:
+    """Empty SGLang's cache, which it refuses to do while a request is not retired."""
+    deadline = time.monotonic() + REST_S
+    while not engine.flush_cache().success:
+        if time.monotonic() > deadline:
+            raise RuntimeError("SGLang does not come to rest")
+        time.sleep(0.05)
+
+
+def _send(answers: Any, answer: Answer) -> None:
+    answers.write(json.dumps(asdict(answer)) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

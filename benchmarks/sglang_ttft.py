@@ -1,0 +1,277 @@
+"""Time to first token through SGLang: computed, from the device, from SGLang's HiCache, and from lwkv.
+
+`python -m lwkv.benchmarks.sglang_ttft` needs SGLang 0.5.23 and a device. Weights are dummies: the times are
+those of the shape. Engines run one after the other. Host hits are made as in a service: more prefixes are
+visited in turn than the device's cache holds, so that it has dropped the one that comes next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lwkv.benchmarks.sglang_child import Answer, Question
+from lwkv.benchmarks.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm_ttft import write_model
+
+MODES = ("none", "hicache", "lwkv")
+PAGE = 64
+DEVICE_PROMPTS = 3
+"""Prompts that the device's cache holds; twice as many prefixes are visited in turn."""
+VOCABULARY = 128000
+ON_THE_CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.05,
+}
+REST_S = 0.3
+
+
+class Engine:
+    """An SGLang in a process of its own."""
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lwkv.benchmarks.sglang_child", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # SGLang kills its whole group where something goes wrong
+        )
+        self._receive()
+
+    def ask(self, question: Question) -> Answer:
+        """Raises RuntimeError where the engine has died."""
+        # A GPU that has just worked hard is slower for a while.
+        time.sleep(REST_S)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(question)) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _receive(self) -> Answer:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine {self.name!r} has ended; what it said is above")
+        return Answer(**json.loads(line))
+
+
+@dataclass
+class Case:
+    """What one engine did: milliseconds by kind of prompt, and what went wrong.
+
+    Kinds: "computed" is a prompt that is in no cache, "suffix" its new tokens alone, "device" a prompt whose
+    prefix is in the device's cache, "host" one whose prefix is in host memory.
+    """
+
+    mode: str
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    same: dict[str, tuple[int, float]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    host_ms: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: `repeats` prompts of each kind, `suffix` new tokens behind `prefix` cached ones."""
+
+    prefix: int
+    suffix: int
+    repeats: int
+
+    def measure(self, engine: Engine, case: Case) -> None:
+        """Every kind of prompt, on an engine that has just started."""
+        for seed in range(2):  # kernels are built here
+            engine.ask(self._question(9000, 9000 + seed))
+        first = engine.ask(Question(0, 0, self.suffix, 9100, flush=True))
+        assert first.from_device == 0
+        self._run(engine, case, "suffix", [Question(0, 0, self.suffix, 100 + i) for i in range(self.repeats)])
+        self._run(engine, case, "computed", [self._question(200 + i, 300 + i) for i in range(self.repeats)])
+        engine.ask(self._question(400, 400, flush=True))
+        self._run(engine, case, "device", [self._question(400, 401 + i) for i in range(self.repeats)])
+        if case.mode != "none":
+            self._measure_host(engine, case)
+
+    def _measure_host(self, engine: Engine, case: Case) -> None:
+        prefixes = range(500, 500 + 2 * DEVICE_PROMPTS)
+        computed = engine.ask(self._question(500, 600, flush=True))
+        for prefix in prefixes[1:]:
+            engine.ask(self._question(prefix, 600))
+        time.sleep(1.0)  # what is stored behind the last answer
+        loaded = engine.ask(self._question(500, 600))
+        case.same = {"computed": _said(computed), "loaded": _said(loaded)}
+        if case.same["computed"] != case.same["loaded"]:
+            case.faults.append(f"a loaded prompt is answered {_said(loaded)}, computed {_said(computed)}")
+        for seed in range(700, 700 + -(-self.repeats // len(prefixes))):
+            # From the one behind the last one on: each was dropped before it comes again.
+            self._run(engine, case, "host", [self._question(p, seed) for p in (*prefixes[1:], prefixes[0])])
+
+    def _question(self, prefix_seed: int, suffix_seed: int, flush: bool = False) -> Question:
+        return Question(self.prefix, prefix_seed, self.suffix, suffix_seed, flush)
+
+    def _run(self, engine: Engine, case: Case, kind: str, questions: Sequence[Question]) -> None:
+        for question in questions:
+            answer = engine.ask(question)
+            case.ms.setdefault(kind, []).append(answer.ms)
+            cached = self.prefix // PAGE * PAGE
+            wanted = {"device": (cached, 0), "host": (0, cached)}.get(kind, (0, 0))
+            if (answer.from_device, answer.from_host) != wanted:
+                got = f"{answer.from_device} tokens from the device and {answer.from_host} from the host"
+                case.faults.append(f"{kind}: {got}, not {wanted[0]} and {wanted[1]}")
+
+
+def _said(answer: Answer) -> tuple[int, float]:
+    return answer.token, answer.logprob
+
+
+def engine_arguments(
+    mode: str,
+    model: Path,
+    shape: Shape,
+    plan: Plan,
+    host_gib: float,
+    times: Path,
+    graphs: bool = False,
+    cpu: bool = False,
+) -> dict[str, Any]:
+    """SGLang's arguments for one of MODES."""
+    longest = plan.prefix + plan.suffix
+    arguments: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "attention_backend": "triton",
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "page_size": PAGE,
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": -(-DEVICE_PROMPTS * longest // PAGE) * PAGE,
+        "context_length": longest + 64,
+        "chunked_prefill_size": 2 * longest,
+        "max_running_requests": 8,
+        "random_seed": 1,
+        "log_level": "info",
+        "vocabulary": VOCABULARY,
+    }
+    # Graphs of prefills are broken at attention, where the pool waits for its layers.
+    arguments |= (
+        {"disable_decode_cuda_graph": True, "cuda_graph_bs_prefill": [plan.suffix]}
+        if graphs
+        else {"disable_cuda_graph": True}
+    )
+    if cpu:
+        arguments |= ON_THE_CPU
+    if mode == "hicache":
+        arguments |= {
+            "enable_hierarchical_cache": True,
+            "hicache_size": int(host_gib),
+            "hicache_write_policy": "write_through",
+        }
+    if mode == "lwkv":
+        arguments |= {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": {
+                "linker": "TimedLinker",
+                "linker_module_path": "lwkv.benchmarks.sglang_timed",
+                "linker_extra_config": {
+                    "max_local_cpu_size": host_gib,
+                    "extra_config": {"reserve_gib": host_gib},
+                    "times": str(times),
+                },
+            },
+        }
+    return arguments
+
+
+def table(cases: Sequence[Case]) -> str:
+    """Medians in milliseconds."""
+    kinds = ("computed", "suffix", "device", "host")
+    lines = [f"| mode | {' | '.join(kinds)} | scheduler's thread |", "|---" * (len(kinds) + 2) + "|"]
+    for case in cases:
+        times = [f"{median(case.ms[kind]):.1f}" if kind in case.ms else "" for kind in kinds]
+        thread = f"{median(sum(batch.values()) for batch in case.host_ms):.2f}" if case.host_ms else ""
+        lines.append(f"| {case.mode} | {' | '.join(times)} | {thread} |")
+    return "\n".join(lines)
+
+
+def measure(mode: str, shape: Shape, plan: Plan, host_gib: float, **how: bool) -> Case:
+    """Start one engine, and measure it; `how` are more arguments of `engine_arguments`."""
+    case = Case(mode)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, shape, plan.prefix + plan.suffix)
+        times = folder / "times.json"
+        engine = Engine(mode, engine_arguments(mode, folder, shape, plan, host_gib, times, **how))
+        try:
+            plan.measure(engine, case)
+        finally:
+            engine.close()
+        if times.exists():
+            case.host_ms = json.loads(times.read_text())
+    return case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.sglang_ttft", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--prefix", type=int, default=8192, help="cached tokens")
+    parser.add_argument("--suffix", type=int, default=256, help="new tokens")
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
+    parser.add_argument("--graphs", action="store_true", help="with breakable CUDA graphs for prefills")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, to try it out")
+    parser.add_argument("--host-gib", type=float, default=10.0, help="host memory of lwkv, and of HiCache")
+    parser.add_argument("--output", type=Path, default=Path("sglang-ttft.json"))
+    args = parser.parse_args()
+    plan, shape = Plan(args.prefix, args.suffix, args.repeats), SHAPES[args.shape]
+    cases: list[Case] = []
+    for mode in args.modes.split(","):
+        cases.append(measure(mode, shape, plan, args.host_gib, graphs=args.graphs, cpu=args.cpu))
+        found = {
+            "command": sys.argv[1:],
+            "versions": {name: _version(name) for name in ("sglang", "sglang-kernel", "torch")},
+            "environment": {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")},
+            "cases": [asdict(case) for case in cases],
+        }
+        # After every engine: a run that is interrupted leaves the results so far.
+        args.output.write_text(json.dumps(found, indent=1))
+    wrong = [f"{case.mode}, {fault}" for case in cases for fault in case.faults]
+    print(table(cases))
+    print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
+    return 1 if wrong else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

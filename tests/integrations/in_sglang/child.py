@@ -1,0 +1,34 @@
+"""One SGLang engine, driven by lines of JSON: its argument is a JSON object of `sglang.Engine`'s arguments.
+
+Each line on stdin is a request of `rig.Engine`, each line on stdout the answer. The first says that the
+engine is ready. What SGLang and lwkv print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    import sglang
+
+    engine = sglang.Engine(**json.loads(sys.argv[1]))
+    _send(answers, "ready")
+    for line in sys.stdin:
+        request = json.loads(line)
+        _send(answers, engine.flush_cache().success if request == "flush" else engine.generate(**request))
+    engine.shutdown()
+
+
+def _send(answers: Any, answer: object) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

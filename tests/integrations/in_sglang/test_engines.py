@@ -1,0 +1,107 @@
+"""A real SGLang answers with lwkv what it answers without, and computes less."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from integrations.in_sglang.prompts import BATCHES, DOCUMENTS
+from integrations.in_sglang.rig import PAGE, Answer, Engine, started, with_lwkv
+
+Expected = dict[tuple[int, ...], list[int]]
+PROMPT = DOCUMENTS[0]
+WHOLE = 192  # of 200 tokens, in pages
+
+
+def require_right(answers: Sequence[Answer], batch: Sequence[list[int]], expected: Expected) -> None:
+    for prompt, answer in zip(batch, answers, strict=True):
+        assert answer.tokens == expected[tuple(prompt)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({}, id="overlap"),
+        pytest.param(
+            {"disable_overlap_schedule": True, "page_size": 1, "max_total_tokens": 2500}, id="page 1"
+        ),
+    ],
+)
+def test_random_prompts_in_mixed_batches_have_the_same_answers(
+    llama: Path, expected: Expected, arguments: dict[str, object]
+) -> None:
+    # The device holds a few of the documents, so that most come from the linker; prefills are cut in parts.
+    settings = {"max_total_tokens": 3072, "chunked_prefill_size": 256, **arguments}
+    with started(llama, **settings, **with_lwkv(max_local_cpu_size=0.02)) as engine:
+        from_host = 0
+        for batch in BATCHES:
+            answers = engine.ask(batch)
+            require_right(answers, batch, expected)
+            from_host += sum(answer.from_host for answer in answers)
+    total = sum(len(prompt) for batch in BATCHES for prompt in batch)
+    assert from_host > total // 20
+
+
+class TestDisk:
+    """One folder through the lives of several engines."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("disk")
+
+    @staticmethod
+    def engine_on(llama: Path, folder: Path) -> Engine:
+        return Engine(llama, **with_lwkv(local_disk=str(folder), max_local_disk_size=1))
+
+    def test_what_is_in_host_memory_is_loaded_after_a_flush(
+        self, llama: Path, expected: Expected, folder: Path
+    ) -> None:
+        engine = self.engine_on(llama, folder)
+        try:
+            for batch in DOCUMENTS:
+                (answer,) = engine.ask(batch)
+                assert (answer.from_device, answer.from_host) == (0, 0)
+                require_right([answer], batch, expected)
+            (again,) = engine.ask(PROMPT)
+            assert (again.from_device, again.from_host) == (WHOLE, 0)
+            engine.flush()
+            (loaded,) = engine.ask(PROMPT)
+            assert (loaded.from_device, loaded.from_host) == (0, WHOLE)
+            require_right([loaded], PROMPT, expected)
+        finally:
+            engine.close()
+
+    def test_what_is_on_disk_is_found_after_a_restart_and_what_is_spoiled_is_computed(
+        self, llama: Path, expected: Expected, folder: Path
+    ) -> None:
+        spoiled = spoil(folder, every=7)
+        assert spoiled
+        engine = self.engine_on(llama, folder)
+        try:
+            found = 0
+            for batch in DOCUMENTS:
+                (first,) = engine.ask(batch)
+                require_right([first], batch, expected)
+                engine.flush()
+                (answer,) = engine.ask(batch)
+                require_right([answer], batch, expected)
+                found += answer.from_host
+            assert found > 0
+            shutil.rmtree(folder)
+            for batch in (*DOCUMENTS, *BATCHES[:6]):
+                require_right(engine.ask(batch), batch, expected)
+        finally:
+            engine.close()
+
+
+def spoil(folder: Path, every: int) -> int:
+    """Change a byte in the middle of some files; return of how many."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 4 * PAGE]
+    for path in files[::every]:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+    return len(files[::every])
