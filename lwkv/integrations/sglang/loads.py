@@ -61,7 +61,8 @@ class Loads:
         self._throttle = LogThrottle(log)
 
     def queue(self, rid: str, promise: Promise | None, request: KeyedChunks) -> None:
-        """Take a load for the next batch, with the pins of its promise."""
+        """Take a load for the next batch, with the pins of its promise, in place of one before."""
+        self.cancel(rid)
         self._queued[rid] = QueuedLoad(promise, request)
 
     def cancel(self, rid: str) -> bool:

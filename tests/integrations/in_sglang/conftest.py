@@ -16,7 +16,7 @@ from integrations.in_vllm import models
 def stand_in_calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file with all calls of stand-ins: there must be none."""
     calls = tmp_path_factory.mktemp("stand-ins") / "calls"
-    os.environ["LWKV_STAND_IN_CALLS"] = str(calls)
+    os.environ["STAND_IN_CALLS"] = str(calls)
     yield calls
     assert not calls.exists(), f"called: {calls.read_text()}"
 

@@ -81,7 +81,11 @@ class Engine:
             env={**os.environ, **ENVIRONMENT},
             start_new_session=True,  # SGLang kills its whole group where something goes wrong
         )
-        self._receive()
+        try:
+            self._receive()
+        except AssertionError:
+            self.close()
+            raise
 
     def ask(self, prompts: Sequence[list[int]], max_tokens: int = 4) -> list[Answer]:
         """Answer all prompts, which come at the same time."""

@@ -31,6 +31,8 @@ def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., Fak
         oracle = Oracle(platform, device, form, Dims(blocks=device_pages, block_size=page))
         engine = oracle.engine(page, **{"pages": 3 * 64, **settings})
         forward = platform.new_stream(device) if stream else None
+        if platform.name == "cpu" and forward is not None:
+            forward.late = True  # nothing of the model is done before somebody waits for it
         made.append(FakeSGLang(oracle, engine, forward, num_ranks, forgets))
         return made[-1]
 

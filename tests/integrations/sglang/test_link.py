@@ -106,10 +106,8 @@ def test_the_host_never_waits_for_the_device_around_a_forward_pass(make: Make) -
     prompt = sglang.prompt(A)
     sglang.match(prompt)
     sglang.admit(prompt)
-    sglang.stream.late = True  # nothing of the model is done before somebody waits for it
     with held_completions(sglang.engine):
         sglang.forward([prompt])
-    sglang.stream.late = False
     sglang.tick()
     assert sglang.aborted == []
 

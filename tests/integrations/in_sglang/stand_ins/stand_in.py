@@ -10,7 +10,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-CALLS = "LWKV_STAND_IN_CALLS"
+CALLS = "STAND_IN_CALLS"
 """The environment variable with the name of the file that calls are written to."""
 
 
