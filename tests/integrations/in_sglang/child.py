@@ -20,9 +20,23 @@ def main() -> None:
     engine = sglang.Engine(**json.loads(sys.argv[1]))
     _send(answers, "ready")
     for line in sys.stdin:
-        request = json.loads(line)
-        _send(answers, engine.flush_cache().success if request == "flush" else engine.generate(**request))
+        _send(answers, _answer(engine, json.loads(line)))
     engine.shutdown()
+
+
+def _answer(engine: Any, request: Any) -> object:
+    if request == "flush":
+        return engine.flush_cache().success
+    return _metrics() if request == "metrics" else engine.generate(**request)
+
+
+def _metrics() -> str:
+    """What SGLang's server would answer at /metrics."""
+    from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return generate_latest(registry).decode()
 
 
 def _send(answers: Any, answer: object) -> None:

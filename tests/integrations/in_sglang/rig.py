@@ -102,6 +102,11 @@ class Engine:
             assert time.monotonic() < deadline, "SGLang does not come to rest"
             time.sleep(0.05)
 
+    def metric(self, name: str) -> float:
+        """A metric of SGLang's, over all labels; 0 where it has counted nothing. Needs `enable_metrics`."""
+        lines = [line for line in self._send("metrics").splitlines() if line.startswith(f"{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
     @property
     def log(self) -> str:
         """What it has printed so far."""

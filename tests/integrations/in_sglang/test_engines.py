@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from integrations.in_sglang.prompts import BATCHES, DOCUMENTS
-from integrations.in_sglang.rig import PAGE, Answer, Engine, started, with_lwkv
+from integrations.in_sglang.rig import PAGE, REST_S, Answer, Engine, started, with_lwkv
 
 Expected = dict[tuple[int, ...], list[int]]
 PROMPT = DOCUMENTS[0]
@@ -54,7 +55,7 @@ class TestDisk:
 
     @staticmethod
     def engine_on(llama: Path, folder: Path) -> Engine:
-        return Engine(llama, **with_lwkv(local_disk=str(folder), max_local_disk_size=1))
+        return Engine(llama, enable_metrics=True, **with_lwkv(local_disk=str(folder), max_local_disk_size=1))
 
     def test_what_is_in_host_memory_is_loaded_after_a_flush(
         self, llama: Path, expected: Expected, folder: Path
@@ -71,6 +72,8 @@ class TestDisk:
             (loaded,) = engine.ask(PROMPT)
             assert (loaded.from_device, loaded.from_host) == (0, WHOLE)
             require_right([loaded], PROMPT, expected)
+            assert eventually(lambda: engine.metric("sglang:lwkv_tokens_retrieved_total") == WHOLE)
+            assert engine.metric("sglang:lwkv_chunks") >= WHOLE // PAGE
         finally:
             engine.close()
 
@@ -95,6 +98,14 @@ class TestDisk:
                 require_right(engine.ask(batch), batch, expected)
         finally:
             engine.close()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether something comes to hold within a while."""
+    deadline = time.monotonic() + REST_S
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return held
 
 
 def spoil(folder: Path, every: int) -> int:
