@@ -49,10 +49,12 @@ class KeyedChunks:
         keys: of the chunks, in order; what they stand for is the caller's to say.
         slots: int64 (chunks * chunk_size,), on the device of the caches. It is read behind what the current
             stream holds when the batch begins, and must not change before the batch has ended.
+        parent: the chunk before the first, if it is known: what is stored is not kept longer than that.
     """
 
     keys: list[ChunkKey]
     slots: torch.Tensor
+    parent: ChunkKey | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +119,7 @@ def _keyed(request: KeyedChunks, chunking: Chunking) -> CheckedRequest:
         )
     none = np.zeros(num_tokens, np.int64)
     counts = chunking.chunk_tokens(num_tokens)
-    return CheckedRequest(none, none, 0, (), chunking.chunk_size, counts, request.keys, slots)
+    return CheckedRequest(none, none, 0, (), chunking.chunk_size, counts, request.keys, slots, request.parent)
 
 
 def _prompt(request: Request, chunking: Chunking) -> CheckedRequest:

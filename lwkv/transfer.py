@@ -141,6 +141,7 @@ class CheckedRequest:
         chunk_tokens: int64 (chunks,), tokens of each chunk.
         keys: of every chunk, where the caller made them; `ids` then mean nothing.
         device_slots: as in Transfer.
+        parent: the chunk before the first of `keys`, if it is known.
     """
 
     ids: Int64s
@@ -151,6 +152,7 @@ class CheckedRequest:
     chunk_tokens: Int64s
     keys: list[ChunkKey] | None = None
     device_slots: torch.Tensor | None = None
+    parent: ChunkKey | None = None
 
     def loads(self, first_chunk: int, last_chunk: int) -> Transfer:
         """Move chunks [first_chunk, last_chunk), less the tokens that the engine has itself."""

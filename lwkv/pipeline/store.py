@@ -80,7 +80,8 @@ class BatchStoring:
         new = np.concatenate([np.zeros(0, bool), *(request.new_chunks() for request in self._requests)])
         prompts = [self._context.keys_of(request) for request in self._requests]
         keys = [key for prompt in prompts for key in prompt]
-        parents = [parent for prompt in prompts for parent in parents_of(prompt)]
+        chains = zip(prompts, self._requests, strict=True)
+        parents = [parent for prompt, request in chains for parent in parents_of(prompt, request.parent)]
         self._write = self._context.storage.begin_write(keys, parents, np.flatnonzero(new).tolist())
         if self._write is not None:
             self._context.completions.expect(self)

@@ -130,6 +130,6 @@ class PrefixOrder(Generic[Key]):
             self._orphans.setdefault(key, None)
 
 
-def parents_of(keys: Sequence[Key]) -> list[Key | None]:
-    """The chunk before each of a prompt's chunks, the first of which has none."""
-    return [None, *keys[:-1]] if keys else []
+def parents_of(keys: Sequence[Key], before: Key | None = None) -> list[Key | None]:
+    """The chunk before each of a prompt's chunks in a row; `before` is that before the first, if any."""
+    return [before, *keys[:-1]] if keys else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -106,7 +107,11 @@ class CacheLink:
         """Queue pages to be kept; False where there are none."""
         if not transfers:
             return False
-        self._offloads.queue(self._as_request(transfers[0]))
+        request, (first, *_) = self._as_request(transfers[0]), transfers[0].keys or [""]
+        parent = self._promises.chains.parent(first)
+        if parent is not None:
+            request = replace(request, parent=page_keys(self.namespace, [parent])[0])
+        self._offloads.queue(request)
         return True
 
     def num_completed_offloads(self) -> int:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lwkv.integrations.sglang.chains import Chains
 from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.keys import ChunkKey
 from lwkv.storage.host_tier import Chunk, HostTier
@@ -46,6 +47,9 @@ class Promises:
     Args:
         host: host memory, the only tier that is asked.
         most_chunks: that may be pinned for requests other than the last one.
+
+    Attributes:
+        chains: the order of the pages that were asked for.
     """
 
     def __init__(self, host: HostTier, most_chunks: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,6 +58,7 @@ class Promises:
         self._clock = clock
         self._by_request: OrderedDict[str, Promise] = OrderedDict()
         self._pinned = 0
+        self.chains = Chains()
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -67,7 +72,9 @@ class Promises:
         if promise is not None and not promise.answers(hashes):
             self._unpin(promise)
             promise = None
-        promise = promise or Promise(hashes)
+        if promise is None:
+            promise = Promise(hashes)
+            self.chains.note(hashes)
         self._extend(promise, namespace)
         promise.until = self._clock() + PROMISE_S
         self._by_request[rid] = promise

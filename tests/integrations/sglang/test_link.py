@@ -11,6 +11,7 @@ import torch
 from integrations.sglang.fake_sglang import FakeSGLang, Transfer, hashes_of
 from oracle import MemoryTier, held_completions, require_rest
 
+from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.platforms import CopyBatch
 from lwkv.storage import Status
 
@@ -305,6 +306,21 @@ def test_eviction_leaves_what_a_cache_of_the_same_room_would_have(make: Make) ->
     sglang.evict()
     (again,) = sglang.run(A)
     assert again.from_host == 3  # the five latest pages are those of the other prompt
+
+
+def test_a_prompt_that_is_given_away_in_parts_is_evicted_from_its_end(make: Make) -> None:
+    sglang = make()
+    prompt = sglang.prompt(A)
+    sglang.match(prompt)
+    prompt.pages = sglang.take(6)
+    sglang.oracle.compute(A, sglang._slots(prompt.pages).tolist()[: len(A)])
+    for part in (slice(0, 2), slice(2, 5)):
+        sglang.link.offload([Transfer(prompt.hashes[part], sglang._slots(prompt.pages[part]))])
+        sglang.pending.append(prompt.hashes[part])
+        sglang.tick()
+    host = sglang.engine.parts().storage.host
+    assert host.evict(2 * sglang.engine.num_layers)
+    assert host.contains(page_keys(sglang.link.namespace, prompt.hashes)) == [True] * 3 + [False] * 2
 
 
 class TestLowerTiers:

@@ -1,0 +1,29 @@
+"""Which page comes before which: SGLang gives pages away without saying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+MOST_PAGES = 1 << 16
+
+
+class Chains:
+    """The pages before those that were looked up last, two times `MOST_PAGES` of them at most.
+
+    A prefill in parts is looked up whole and given away part by part.
+    """
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+        self._older: dict[str, str] = {}
+
+    def note(self, hashes: Sequence[str]) -> None:
+        """Take in the hashes of pages that follow each other in a prompt."""
+        if len(self._parents) > MOST_PAGES:
+            self._older, self._parents = self._parents, {}
+        self._parents.update((page, parent) for parent, page in pairwise(hashes))
+
+    def parent(self, page: str) -> str | None:
+        """The page before this one; None where it is a prompt's first, or not known."""
+        return self._parents.get(page) or self._older.get(page)
