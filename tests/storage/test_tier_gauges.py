@@ -80,8 +80,8 @@ def test_while_the_tier_fails_they_stay_what_they_were(
     tier.error = error
     gauges.wait_new(LONG_S)
     assert gauges.known() == {"asked": 1}
-    assert f"tier memory: gauge failed: {type(error).__name__}" in caplog.text
     assert gauges.close(LONG_S)
+    assert f"tier memory: gauge failed: {type(error).__name__}" in caplog.text
 
 
 def test_a_tier_that_tells_nothing_is_not_asked() -> None:
