@@ -30,6 +30,11 @@ class Drafts:
             self.num_ended += 1
             self._change.notify_all()
 
+    def has_others(self, names: Collection[str]) -> bool:
+        """Whether any is being written that is none of `names`."""
+        with self._change:
+            return any(name not in names for name in self._names)
+
     def wait_for_another(self, num_ended: int, spared: Collection[str], deadline: float) -> bool:
         """Block until more than `num_ended` files have ended; `deadline` is of time.monotonic.
 
@@ -38,7 +43,7 @@ class Drafts:
         with self._change:
             while self.num_ended == num_ended:
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or all(name in spared for name in self._names):
+                if left_s <= 0 or not self.has_others(spared):
                     return False
                 self._change.wait(left_s)
             return True

@@ -42,8 +42,12 @@ class DiskFullError(OSError):
     """The file system has no space, though the limit is not reached."""
 
 
-class NoRoomError(Exception):
-    """There is only room for a chunk where those before it are, or what this process is writing."""
+class NoRoomError(OSError):
+    """The limit is reached, and nothing more can go."""
+
+
+class PromptTooLargeError(Exception):
+    """There is only room for a chunk where those before it are."""
 
 
 class Folder:
@@ -131,7 +135,7 @@ class Folder:
     def begin(self, key: str, num_bytes: int) -> Draft:
         """Take space for a chunk's file, removing others if need be, but none of the chunks before it.
 
-        Raises OSError: no space, though all that can go went. NoRoomError. TimeoutError: the lock.
+        Raises OSError: no space, though all that can go went. PromptTooLargeError. TimeoutError: the lock.
         """
         try:
             return self._begin(key, num_bytes)
@@ -200,22 +204,40 @@ class Folder:
             self._uses.let_go_first(bad)
 
     def _begin(self, key: str, num_bytes: int) -> Draft:
-        before = self._uses.before(key + CHUNK_SUFFIX)
-        deadline, ended = time.monotonic() + self._timeout_s, -1
-        # Several are written at a time. What is behind this one may have come first, and goes from its end.
-        while self._drafts.wait_for_another(ended, before, deadline):
+        deadline = time.monotonic() + self._timeout_s / 2
+        while (draft := self._begin_or_wait(key, num_bytes, deadline)) is None:
+            pass
+        return draft
+
+    def _begin_or_wait(self, key: str, num_bytes: int, deadline: float) -> Draft | None:
+        """Take space, or wait for what else this process is writing: None where some of it has ended.
+
+        Several are written at a time. What is behind this chunk may have come first, and goes from its end.
+        """
+        before, behind = self._uses.before(key + CHUNK_SUFFIX), self._uses.behind(key + CHUNK_SUFFIX)
+        for spared in (before | behind, before):
             ended = self._drafts.num_ended
-            with suppress(NoRoomError):
-                return self._new_draft(key, num_bytes, before | self._uses.behind(key + CHUNK_SUFFIX))
-        return self._new_draft(key, num_bytes, before)
+            try:
+                return self._new_draft(key, num_bytes, spared)
+            except NoRoomError as error:
+                full = error
+            if self._drafts.wait_for_another(ended, before, deadline):
+                return None
+        if self._is_full_of(before):
+            raise PromptTooLargeError(key) from full
+        raise full
+
+    def _is_full_of(self, names: Collection[str]) -> bool:
+        """Whether there is or is being written one of these, and this process is writing nothing else."""
+        some = bool(self._drafts) or len(self._uses.unknown(names)) < len(names)
+        return some and not self._drafts.has_others(names)
 
     def _new_draft(self, key: str, num_bytes: int, spared: Collection[str]) -> Draft:
         path = os.path.join(self.path, draft_name(key))
         with locked(self.path, self._timeout_s) as lock:
             if not self._make_room(lock, num_bytes, spared):
-                if self._drafts or len(self._uses.unknown(spared)) < len(spared):
-                    raise NoRoomError(path)
-                raise OSError(errno.ENOSPC, f"max_local_disk_size of {self._max_bytes} bytes is taken", path)
+                text = f"max_local_disk_size of {self._max_bytes} bytes is taken"
+                raise NoRoomError(errno.ENOSPC, text, path)
             draft = Draft(key, path, create(path, self.direct), num_bytes)
             try:
                 # Whoever finds the file from here on finds it with an owner and in its full size.

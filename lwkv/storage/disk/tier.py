@@ -17,7 +17,7 @@ from lwkv.config.settings import Config
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage.disk.checksum import checksum_by
-from lwkv.storage.disk.folder import Folder, NoRoomError
+from lwkv.storage.disk.folder import Folder, PromptTooLargeError
 from lwkv.storage.disk.format import FileForm
 from lwkv.storage.disk.header_cache import Headers
 from lwkv.storage.disk.io import reads_directly
@@ -94,7 +94,7 @@ class DiskTier:
     def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> Status:
         try:
             return Status.OK if self._is_kept(key, pages) else Status.ERROR
-        except NoRoomError:
+        except PromptTooLargeError:
             self._counters.add("disk_refused")
             return Status.MISS
 
