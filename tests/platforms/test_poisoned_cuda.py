@@ -21,7 +21,7 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_saves_and_loads_on_the_host_never_ask_torch_cuda() -> None:
-    paths = ("test_engine.py", "test_steps.py", "connectors/test_buffer.py", "reference/test_connect.py")
+    paths = ("engine", "test_steps.py", "connectors/test_buffer.py", "reference/test_connect.py")
     chosen = "comes_back or fails_costs or test_buffer or test_connect or (test_steps and not any_order)"
     done = run_pytest("--platform", "cpu", *(f"tests/{path}" for path in paths), "-k", chosen)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

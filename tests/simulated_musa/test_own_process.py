@@ -32,7 +32,7 @@ SOME_ARITHMETIC = (
 )
 PATHS = {
     "platform": ("tests/simulated_musa", "tests/platforms/test_conformance.py", "tests/kernels"),
-    "engine": (MEMORY, "tests/test_engine.py", "tests/connectors/test_given_on.py", *SOME_ARITHMETIC),
+    "engine": (MEMORY, "tests/engine", "tests/connectors/test_given_on.py", *SOME_ARITHMETIC),
     "steps": (
         MEMORY,
         "tests/test_steps.py",

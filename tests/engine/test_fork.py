@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TREE = Path(__file__).parent.parent
+TREE = Path(__file__).parents[2]
 PROGRAM = """
 import logging, os, torch
 from lwkv import CacheEngine, CacheMetadata, Config
