@@ -98,6 +98,15 @@ class LayerSteps:
         self._advance_load(0)
         return self._promised
 
+    def load_all(self) -> list[int]:
+        """As `start_load_kv`, but queue all layers, and make the current stream wait for them.
+
+        For a step around whose layers no hook is called, such as a graph of the whole model. The hooks may
+        come all the same. What the step stores is saved in `wait_for_save`.
+        """
+        self._advance_load(self._num_layers)
+        return self._promised
+
     def wait_for_layer_load(self, layer: str | int) -> None:
         """Make the current stream wait for all loads of `layer`, or of the layer whose KV it shares.
 

@@ -89,6 +89,16 @@ def test_the_start_may_be_left_to_the_first_layer(run: Run) -> None:
     run.require(run.steps.wait_for_save(), loaded=True, stored=True)
 
 
+@pytest.mark.parametrize("num_hooks", [0, 1, 2])
+def test_layer_by_layer_too_all_layers_can_be_loaded_before_a_graph_that_calls_no_hooks(
+    run: Run, num_hooks: int
+) -> None:
+    run.steps.begin(run.loads, run.stores)
+    assert run.steps.load_all() == [16]
+    run.forward(num_hooks, num_hooks)
+    run.require(run.steps.wait_for_save(), loaded=True, stored=True)
+
+
 @pytest.mark.parametrize("started", [False, True])
 def test_a_replayed_graph_calls_no_hook_so_nothing_is_trusted(run: Run, started: bool) -> None:
     run.steps.begin(run.loads, run.stores)

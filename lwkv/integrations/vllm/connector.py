@@ -16,13 +16,14 @@ from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
 from lwkv.integrations.vllm.events import as_event
+from lwkv.integrations.vllm.forward_pass import calls_hooks
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.kv_events import KVEventLog
 from lwkv.integrations.vllm.logs import log_as_vllm
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
-from lwkv.integrations.vllm.settings import Settings, check_role, is_layerwise, read_settings
+from lwkv.integrations.vllm.settings import Settings, check_role, read_settings
 from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
 from lwkv.integrations.vllm.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.versions import check_version
@@ -62,8 +63,8 @@ class LWKVConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # A graph that is replayed as a whole calls no hooks around layers.
-        return is_layerwise(extra_config)
+        # A graph that is replayed as a whole calls no hooks around layers; its loads come before it, in bulk.
+        return False
 
     # ---- a worker's half
 
@@ -91,7 +92,7 @@ class LWKVConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.start_load()
+            self._worker.start_load(calls_hooks(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None:

@@ -68,8 +68,3 @@ def check_role(kv_role: str | None, config: Config) -> None:
             f"{useless[kv_role]}; set local_disk or remote_url to a tier that the other processes reach, "
             "or kv_role to 'kv_both'"
         )
-
-
-def is_layerwise(extra: Mapping[str, object]) -> bool:
-    """Whether hooks around layers are needed, told from what the user set, before there is a connector."""
-    return read_settings(extra).config.use_layerwise

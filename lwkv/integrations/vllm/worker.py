@@ -119,11 +119,15 @@ class WorkerSide:
         if not self._loads_ended and not self._loads_are_on_their_way():
             self._load_steps.look_up()
 
-    def start_load(self) -> None:
-        """Queue the first layer of all loads."""
-        if not self._loads_ended:
-            self._wait_for_stores()
+    def start_load(self, hooks_come: bool = True) -> None:
+        """Queue the first layer of all loads, or all layers where no hook comes in this step."""
+        if self._loads_ended:
+            return
+        self._wait_for_stores()
+        if hooks_come:
             self._load_steps.start_load_kv()
+        else:
+            self._load_steps.load_all()
 
     def wait_for_layer(self, name: str) -> None:
         """Make the model wait for the loads of a layer."""

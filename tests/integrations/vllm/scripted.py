@@ -218,6 +218,8 @@ class Scripted:
             has failed, as vLLM does, though the others may then run on garbage. Answers can be wrong.
         lower: tiers below host memory, which all ranks share.
         loads: False for an engine that only stores.
+        whole_graphs: a step in which every request gets one token calls no hooks around layers, and says so.
+        silent: how likely a step calls no hooks and does not say so.
     """
 
     def __init__(
@@ -234,8 +236,12 @@ class Scripted:
         shares_failures: bool = False,
         lower: Sequence[Tier] = (),
         loads: bool = True,
+        whole_graphs: bool = False,
+        silent: float = 0.0,
         **settings: Any,
     ) -> None:
+        self.whole_graphs = whole_graphs
+        self.silent = silent
         self.random = random.Random(seed)
         self.num_ranks = num_ranks
         self.ranks = [
@@ -392,13 +398,15 @@ class Scripted:
         )
 
     def _compute(self, parts: list[Part], orders: StepOrders) -> Result:
+        says_none = self.whole_graphs and all(part.end - part.begin == 1 for part in parts)
+        has_hooks = not says_none and not (self.silent and self.random.random() < self.silent)
         for rank in self.ranks:
             rank.worker.begin(orders)
             if orders.step % 2:  # newer engines look up first, and tell the same orders again
                 rank.worker.look_up()
                 rank.worker.begin(orders)
             if orders.loads:
-                rank.worker.start_load()
+                rank.worker.start_load(not says_none)
         tokens = [[*part.request.all_token_ids, *part.request.unseen] for part in parts]
         below = [ids[part.begin : part.end] for part, ids in zip(parts, tokens, strict=True)]
         for layer in range(LAYERS):
@@ -408,10 +416,12 @@ class Scripted:
                     for t, value in zip(range(part.begin, part.end), values, strict=True):
                         row = mix(value, layer, rank.rank)
                         rank.rows[name][part.blocks[t // BLOCK], 0, t % BLOCK] = row
-                rank.worker.wait_for_layer(name)
+                if has_hooks:
+                    rank.worker.wait_for_layer(name)
             below = [self._attend(part, name) for part in parts]
             for rank in self.ranks:
-                rank.worker.save_layer(name)
+                if has_hooks:
+                    rank.worker.save_layer(name)
         invalid: set[int] = set()
         for rank in self.ranks:
             rank.worker.end()

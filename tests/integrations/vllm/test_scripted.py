@@ -68,6 +68,8 @@ class History:
 KINDS = {
     "one rank": {},
     "two ranks": {"num_ranks": 2},
+    "whole graphs": {"whole_graphs": True, "own_cache": False, "save_decode_cache": True},
+    "hooks that stay out": {"whole_graphs": True, "silent": 0.1, "own_cache": False},
     "no prefix cache of its own": {"own_cache": False},
     "few blocks": {"num_blocks": 30},
     "little host memory": {"host_chunks": 6},

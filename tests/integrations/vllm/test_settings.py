@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.settings import check_role, is_layerwise, read_settings
+from lwkv.integrations.vllm.settings import check_role, read_settings
 from lwkv.integrations.vllm.versions import NEWEST, OLDEST, check_version
 
 
 def test_layer_by_layer_is_the_default_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_settings({}).config.use_layerwise
-    assert is_layerwise({"chunk_size": 64})
-    assert not is_layerwise({"use_layerwise": False})
+    assert read_settings({"chunk_size": 64}).config.use_layerwise
+    assert not read_settings({"use_layerwise": False}).config.use_layerwise
     monkeypatch.setenv("LWKV_USE_LAYERWISE", "false")
-    assert not is_layerwise({})
-    assert is_layerwise({"use_layerwise": True})
+    assert not read_settings({}).config.use_layerwise
+    assert read_settings({"use_layerwise": True}).config.use_layerwise
 
 
 def test_settings_are_lwkv_s_own_and_what_becomes_of_a_failed_load() -> None:
