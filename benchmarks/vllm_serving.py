@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +37,7 @@ class Plan:
     every_s: float
     prefix: int
     suffix: int
+    eager: bool = False
 
     def loads(self) -> list[Load]:
         alone = [Load(batch, self.seconds / 4, 0.0, self.prefix, self.suffix) for batch in self.batches]
@@ -90,6 +91,7 @@ def engine_arguments(mode: str, model: Path, shape: Shape, plan: Plan, folder: P
         "kv_cache_memory_bytes": shape.kv_bytes(in_gpu),
         "gpu_memory_utilization": 0.5,
         "enable_prefix_caching": True,
+        "enforce_eager": plan.eager,
         "disable_log_stats": True,
         "block_size": shape.block_size,
     }
@@ -223,11 +225,15 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=0.25, metavar="S", help="seconds between two prompts")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long the load with prompts runs")
     parser.add_argument("--batches", default="1,8,32", help="requests that decode alone, by comma")
+    parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
+    parser.add_argument("--eager", action="store_true", help="without graphs of the device's work")
     parser.add_argument("--output", type=Path, default=Path("vllm-serving.json"))
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
-    plan = Plan(batches, args.seconds, args.every, args.prefix, args.suffix)
-    findings = measure(args.engines.split(","), SHAPES[args.shape], plan)
+    plan = Plan(batches, args.seconds, args.every, args.prefix, args.suffix, args.eager)
+    shape = SHAPES[args.shape]
+    shape = replace(shape, block_size=args.block_size or shape.block_size)
+    findings = measure(args.engines.split(","), shape, plan)
     wrong = faults(findings, plan)
     result = {
         "command": sys.argv[1:],
