@@ -346,12 +346,12 @@ class CacheEngine:
         self._require_open()
         return self._parts
 
-    def _limits(self, kvcaches: Registration | None = None) -> tuple[int, Chunking]:
+    def _limits(self, kvcaches: Registration | None = None) -> tuple[int, Chunking, torch.device]:
         """What requests must fit, of an engine that is open and has these caches."""
         self._require_open()
         if kvcaches is not None:
             self.connector.register(kvcaches)
-        return self.connector.num_slots, self._chunking
+        return self.connector.num_slots, self._chunking, self.connector.device
 
     def _require_open(self) -> None:
         if self._closed:

@@ -64,16 +64,22 @@ class KeyedChunks:
 AnyRequest: TypeAlias = "Request | KeyedChunks"
 
 
-def check_loads(requests: Sequence[AnyRequest], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
+def check_loads(
+    requests: Sequence[AnyRequest],
+    num_slots: int,
+    chunking: Chunking,
+    device: torch.device | None = None,
+) -> list[CheckedRequest]:
     """Bring requests into one form that are loaded together.
 
     Raises:
         RequestError: tokens that are no ids; a slot mapping or mask of another length or kind; slots out of
             range or given twice, or not whole blocks where only these can be moved; a mask that is not False,
             then True; salts that are no list or tuple of texts; two requests that share a slot, unless it is
-            for the same token of the same prefix and salts.
+            for the same token of the same prefix and salts; chunks with keys whose slots are not on
+            `device`, that of the caches.
     """
-    checked = [_checked(request, chunking) for request in as_requests(requests)]
+    checked = [_checked(request, chunking, device) for request in as_requests(requests)]
     _check_slots(checked, num_slots)
     if chunking.unit > 1:
         for request in checked:
@@ -81,9 +87,14 @@ def check_loads(requests: Sequence[AnyRequest], num_slots: int, chunking: Chunki
     return checked
 
 
-def check_stores(requests: Sequence[AnyRequest], num_slots: int, chunking: Chunking) -> list[CheckedRequest]:
+def check_stores(
+    requests: Sequence[AnyRequest],
+    num_slots: int,
+    chunking: Chunking,
+    device: torch.device | None = None,
+) -> list[CheckedRequest]:
     """Bring requests into one form that are stored together. Raises RequestError as `check_loads`."""
-    checked = [_checked(request, chunking) for request in as_requests(requests)]
+    checked = [_checked(request, chunking, device) for request in as_requests(requests)]
     _check_slots(checked, num_slots)
     if chunking.unit > 1:
         for request in checked:
@@ -104,11 +115,13 @@ def as_requests(requests: Sequence[AnyRequest]) -> Sequence[AnyRequest]:
     raise RequestError(f"got {got}; pass a list of Request(tokens, slot_mapping), or []")
 
 
-def _checked(request: AnyRequest, chunking: Chunking) -> CheckedRequest:
-    return _keyed(request, chunking) if isinstance(request, KeyedChunks) else _prompt(request, chunking)
+def _checked(request: AnyRequest, chunking: Chunking, device: torch.device | None) -> CheckedRequest:
+    if isinstance(request, KeyedChunks):
+        return _keyed(request, chunking, device)
+    return _prompt(request, chunking)
 
 
-def _keyed(request: KeyedChunks, chunking: Chunking) -> CheckedRequest:
+def _keyed(request: KeyedChunks, chunking: Chunking, device: torch.device | None) -> CheckedRequest:
     num_tokens, slots = len(request.keys) * chunking.chunk_size, request.slots
     if chunking.unit > 1:
         raise RequestError(f"chunks with keys cannot be moved as opaque blocks of {chunking.unit} tokens")
@@ -117,6 +130,9 @@ def _keyed(request: KeyedChunks, chunking: Chunking) -> CheckedRequest:
             f"slots is {slots.dtype} {tuple(slots.shape)}; {len(request.keys)} chunks of "
             f"{chunking.chunk_size} tokens have torch.int64 ({num_tokens},)"
         )
+    if slots.device != device:
+        # Kernels read it: one of another device would end the process.
+        raise RequestError(f"slots is on {slots.device}; it must be on {device}, where the caches are")
     none = np.zeros(num_tokens, np.int64)
     counts = chunking.chunk_tokens(num_tokens)
     return CheckedRequest(none, none, 0, (), chunking.chunk_size, counts, request.keys, slots, request.parent)

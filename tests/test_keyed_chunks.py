@@ -33,7 +33,7 @@ def engine(oracle: Oracle) -> Iterator[CacheEngine]:
 def keyed(engine: CacheEngine, name: bytes, slots: list[int]) -> KeyedChunks:
     numbers = range(len(slots) // CHUNK)
     keys = [ChunkKey(engine.namespace, name.ljust(15) + bytes([number])) for number in numbers]
-    return KeyedChunks(keys, torch.tensor(slots))
+    return KeyedChunks(keys, torch.tensor(slots, device=engine.connector.device))
 
 
 def test_chunks_are_stored_and_loaded_under_the_keys_they_came_with(
@@ -92,6 +92,14 @@ def test_slots_must_be_one_number_for_each_token(engine: CacheEngine) -> None:
     for slots in (good.slots[:15], good.slots.int()):
         with pytest.raises(RequestError, match="slots is"):
             engine.store_batch([KeyedChunks(good.keys, slots)])
+
+
+def test_slots_must_be_where_the_caches_are(engine: CacheEngine) -> None:
+    good = keyed(engine, b"a", run_slots(0, 16))
+    elsewhere = KeyedChunks(good.keys, good.slots.to("meta"))
+    for call in (engine.store_batch, engine.retrieve_batch):
+        with pytest.raises(RequestError, match=r"slots is on meta; it must be on \w+"):
+            call([elsewhere])
 
 
 def test_a_batch_is_of_one_kind_of_request(engine: CacheEngine) -> None:

@@ -153,7 +153,7 @@ LOCKS: dict[str, Callable[[CacheEngine], Any]] = {
     "storage manager": lambda engine: engine._storage,
     "pool": lambda engine: engine._pool,
     "counters": lambda engine: engine.parts().counters,
-    "growth": lambda engine: engine._storage._growth,
+    "growth": lambda engine: engine._storage._growth._queue,
 }
 
 

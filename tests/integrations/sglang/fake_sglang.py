@@ -199,7 +199,7 @@ class FakeSGLang:
     def _abort(self, prompt: Prompt) -> None:
         self.aborted.append(prompt)
         slots = self._slots(prompt.pages)
-        self.oracle.forget(slots, [True] * len(slots))
+        self.oracle.forget(slots.cpu(), [True] * len(slots))
         self.free += prompt.pages[prompt.from_device :]
 
     def _touch(self, hashes: Sequence[str]) -> None:
