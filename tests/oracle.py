@@ -31,6 +31,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SENTINEL = 0x5A
 GIB = 1 << 30
 PAGE_STRIDE = 4096
+LEAST = -1
+"""Staging of one page for each buffer."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ class Oracle:
         chunk_size: int = 8,
         pages: int = 64,
         tiers: Sequence[Any] = (),
-        staging_bytes: int | None = 1,
+        staging_bytes: int | None = LEAST,
         lookahead: int = 1,
         staging_buffers: int = 2,
         group_bytes: int = 0,
@@ -235,8 +237,9 @@ class Oracle:
     ) -> CacheEngine:
         """An engine whose staging holds a chunk and whose pool has `pages` pages in slabs of five."""
         stride = -(-self.page_bytes(chunk_size) // PAGE_STRIDE) * PAGE_STRIDE
+        least = 2 * staging_buffers * self.page_bytes(chunk_size)
         extra = {
-            "staging_bytes": staging_bytes,
+            "staging_bytes": least if staging_bytes == LEAST else staging_bytes,
             "staging_buffers": staging_buffers,
             "lookahead_layers": lookahead,
             "group_bytes": group_bytes,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import pairwise
 from operator import attrgetter
 from typing import Literal, Protocol
 
 from lwkv.config.messages import Origins, shown
 from lwkv.config.values import CHECK_LAYERS, RECOMPUTE_RATIOS, ExtraConfig
-from lwkv.errors import ConfigError
 
 Conflict = tuple[tuple[str, ...], str]
 
@@ -41,14 +40,20 @@ class Settings(Protocol):
     def model_fields_set(self) -> set[str]: ...
 
 
-def refuse_conflicts(config: Settings, origins: Origins) -> None:
-    """Raise ConfigError naming every contradiction: the keys, their values and where they came from."""
-    lines = [
+def find_conflicts(
+    config: Settings, origins: Origins, unknown: Container[str] = (), more: Iterable[Conflict] = ()
+) -> list[str]:
+    """Every contradiction, a line each: the keys, their values and where they came from.
+
+    Args:
+        unknown: settings whose values are not those that the user meant; what rests on one is left out.
+        more: contradictions of whoever extends the settings.
+    """
+    return [
         f"{' and '.join(_told(config, key, origins) for key in keys)}: {advice}"
-        for keys, advice in [*_blending(config), *_staging(config), *_tiers(config)]
+        for keys, advice in [*_blending(config), *_staging(config), *_tiers(config), *more]
+        if not any(key.split(".")[0] in unknown for key in keys)
     ]
-    if lines:
-        raise ConfigError("\n".join(lines))
 
 
 def _told(config: Settings, key: str, origins: Origins) -> str:
@@ -82,7 +87,7 @@ def _ratios(layers: int, given: tuple[float, ...] | None) -> Iterator[Conflict]:
 
 
 def _staging(config: Settings) -> Iterator[Conflict]:
-    if not config.use_gpu and "staging_bytes" in config.extra_config.model_fields_set:
+    if not config.use_gpu and config.extra_config.staging_bytes is not None:
         yield (
             ("use_gpu", "extra_config.staging_bytes"),
             "without use_gpu staging is as small as can be; leave staging_bytes out or set use_gpu to true",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from lwkv.config.messages import Origins, shown
+from lwkv.config.messages import Origins, shown, shown_under
 from lwkv.config.values import read_flag
-from lwkv.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ _MEMORY = (
     "host memory is page-locked in the background from the start; "
     "to wait for some, set extra_config.reserve_gib"
 )
+_DISK = "use local_disk"
 
 LMCACHE_KEYS: Mapping[str, LMCacheKey] = {
     "remote_serde": LMCacheKey((None, "naive"), "pages are stored as the raw bytes they are; use naive"),
@@ -49,32 +50,62 @@ LMCACHE_KEYS: Mapping[str, LMCacheKey] = {
     "enable_p2p": LMCacheKey((False,), _ABSENT),
     "enable_pd": LMCacheKey((False,), _ABSENT),
     "enable_controller": LMCacheKey((False,), _ABSENT),
-    "enable_kv_events": LMCacheKey((False,), _ABSENT),
+    "enable_kv_events": LMCacheKey(
+        (False,),
+        "in vLLM, lwkv's events come with vLLM's own: --kv-events-config '{\"enable_kv_cache_events\": true}'",
+    ),
+    "lmcache_instance_id": LMCacheKey(
+        (None,), "engines need no names, and there is no controller; remove it"
+    ),
+    "lmcache_worker_*": LMCacheKey((None,), "there is no controller; remove the key"),
+    "controller_*": LMCacheKey((None,), "there is no controller; remove the key"),
+    "p2p_*": LMCacheKey((None,), "engines share what they have through a tier: use remote_url"),
+    "pd_*": LMCacheKey((None,), "prefill and decode engines share a tier: use remote_url"),
+    "nixl_*": LMCacheKey((None,), "use local_disk or remote_url"),
     "internal_api_server_enabled": LMCacheKey((False,), _ABSENT),
     "retrieve_locations": LMCacheKey((None,), _ABSENT),
     "store_location": LMCacheKey((None,), _ABSENT),
     "external_lookup_client": LMCacheKey((None,), _ABSENT),
-    "gds_path": LMCacheKey((None,), "use local_disk"),
-    "use_gds": LMCacheKey((False,), "use local_disk; disk reads go through host memory"),
+    "gds_path": LMCacheKey((None,), _DISK),
+    "weka_path": LMCacheKey((None,), "use local_disk, with a folder of that file system"),
+    "use_gds": LMCacheKey((False,), f"{_DISK}; disk reads go through host memory"),
 }
+"""A `*` stands for the rest of a name."""
+
+_MOONCAKE = "mooncakestore://"
 
 
-def without_lmcache_keys(values: Mapping[str, object], origins: Origins) -> dict[str, object]:
-    """Take LMCache's keys out of `values`. Raises ConfigError where one asks for what lwkv does not do."""
+def take_lmcache_keys(values: Mapping[str, object], origins: Origins) -> tuple[dict[str, object], list[str]]:
+    """Take LMCache's keys out of `values`: the others, and a line for each that lwkv does not do."""
+    known = {key: found for key in values if (found := _find(key)) is not None}
     wrong = [
-        _refusal(key, values[key], origins.get(key, "argument"))
-        for key in values
-        if key in LMCACHE_KEYS and not _asks_for_the_same(values[key], LMCACHE_KEYS[key].same)
+        _refusal(key, values[key], origins.get(key, "argument"), found)
+        for key, found in known.items()
+        if not _asks_for_the_same(values[key], found.same)
     ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return {key: value for key, value in values.items() if key not in LMCACHE_KEYS}
+    return {key: value for key, value in values.items() if key not in known}, wrong
 
 
-def _refusal(key: str, value: object, origin: str) -> str:
-    allowed = " or ".join(repr(item) for item in LMCACHE_KEYS[key].same) or "nothing"
-    got = f"{key}: got {shown(value)} ({origin})"
-    return f"{got}, a key of LMCache; allowed: {allowed}; {LMCACHE_KEYS[key].advice}"
+def find_lmcache_url(url: object, origins: Origins) -> list[str]:
+    """A line where `url` is Mooncake's in LMCache's form."""
+    if not isinstance(url, str) or not url.strip().lower().startswith(_MOONCAKE):
+        return []
+    got = f"remote_url: got {shown_under('remote_url', url)} ({origins.get('remote_url', 'argument')})"
+    return [
+        f"{got}, LMCache's form of a Mooncake URL; use mooncake://master:50051, with what LMCache has in "
+        "extra_config as options, as in ?metadata=http://host:8080/metadata&protocol=rdma (docs/remote.md)"
+    ]
+
+
+def _find(key: str) -> LMCacheKey | None:
+    return next((known for name, known in LMCACHE_KEYS.items() if fnmatchcase(key, name)), None)
+
+
+def _refusal(key: str, value: object, origin: str, known: LMCacheKey) -> str:
+    allowed = " or ".join(repr(item) for item in known.same) or "nothing"
+    # Of a key that is known by its beginning alone the value may be an address.
+    got = f"{key}: got {shown(value) if key in LMCACHE_KEYS else shown_under(key, value)} ({origin})"
+    return f"{got}, a key of LMCache; allowed: {allowed}; {known.advice}"
 
 
 def _asks_for_the_same(value: object, same: tuple[object, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from reprlib import Repr
@@ -13,9 +14,20 @@ from lwkv.config.values import Allowed
 
 
 class Origins(dict[str, str]):
-    """Where the value of each setting came from; those that are missing came as arguments."""
+    """Where the value of each setting came from; those that are missing came as arguments.
+
+    Attributes:
+        faults: what the sources themselves have wrong, a line each; it is reported together with the rest.
+        unread: settings that may have been given where nothing could be read.
+    """
+
+    def __init__(self, origins: Mapping[str, str] | None = None) -> None:
+        super().__init__(origins or {})
+        self.faults: list[str] = []
+        self.unread: frozenset[str] = frozenset()
 
 
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _MOST_CHARS = 200
 _MOST_LINES = 30
 
@@ -53,8 +65,12 @@ def clipped(text: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Say which known name is nearest to `name`; empty where none is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return "".join(f" (did you mean {near}?)" for near in nearest(name, known))
+
+
+def nearest(name: str, known: Iterable[str]) -> frozenset[str]:
+    """The known name that is nearest to `name`, if any is near."""
+    return frozenset(get_close_matches(name, list(known), n=1))
 
 
 def joined(lines: Iterable[str]) -> str:
@@ -72,10 +88,14 @@ def allowed_of(model: type[BaseModel], key: str) -> Allowed:
 
 def explain(
     error: ValidationError, model: type[BaseModel], values: Mapping[str, object], origins: Origins
-) -> str:
-    """Tell every problem of `error`, a line each; keys not in `origins` came as arguments."""
-    lines = (_explain(item["loc"], model, values, origins) for item in error.errors(include_url=False))
-    return joined(lines)
+) -> list[str]:
+    """Every problem of `error`, a line each; keys not in `origins` came as arguments."""
+    return [_explain(item["loc"], model, values, origins) for item in error.errors(include_url=False)]
+
+
+def keys_of(error: ValidationError) -> set[str]:
+    """The settings that `error` is about."""
+    return {str(item["loc"][0]) for item in error.errors(include_url=False)}
 
 
 def _explain(
@@ -85,12 +105,19 @@ def _explain(
     value, origin, inner = values.get(key), origins.get(key, "argument"), model.model_fields[key].annotation
     if len(place) == 1 or not (isinstance(inner, type) and issubclass(inner, BaseModel)):
         got = shown_under(key if key == "remote_url" else "", value)
-        return f"{key}: got {got} ({origin}); allowed: {allowed_of(model, key).values}"
+        return f"{key}: got {got} ({origin}); allowed: {_allowed(model, key, value)}"
     name, extras = str(place[1]), value if isinstance(value, Mapping) else {}
     item = {str(extra): given for extra, given in extras.items()}.get(name)
     if name not in inner.model_fields:
         return f"{key}.{unknown_key(name, item, origin, inner.model_fields)}"
-    return f"{key}.{name}: got {shown(item)} ({origin}); allowed: {allowed_of(inner, name).values}"
+    return f"{key}.{name}: got {shown(item)} ({origin}); allowed: {_allowed(inner, name, item)}"
+
+
+def _allowed(model: type[BaseModel], key: str, value: object) -> str:
+    """What `key` takes, and what keeps a number that was given as text from being one."""
+    allowed = allowed_of(model, key)
+    is_quoted = "number" in allowed.kind and isinstance(value, str) and _NUMBER.fullmatch(value.strip())
+    return f"{allowed.values}; write the number without quotes" if is_quoted else allowed.values
 
 
 def unknown_key(key: str, value: object, origin: str, known: Iterable[str]) -> str:

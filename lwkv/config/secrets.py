@@ -12,6 +12,10 @@ from difflib import SequenceMatcher
 
 HIDDEN = "***"
 _SECRET = re.compile("pas|pwd|secret|token|user|credential|auth|login", re.IGNORECASE)
+# Settings that count tokens of text.
+_COUNT = re.compile(
+    "(min|max|num)_tokens?|(min|max|num)_[a-z]+_tokens|tokens?_(threshold|count|size|limit)", re.IGNORECASE
+)
 _ADDRESS = re.compile("url|uri|addr|host|server|remote|endpoint", re.IGNORECASE)
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _PORT = "(:([0-9]{1,4}|[1-5][0-9]{4}|6[0-5][0-9]{3}))?"
@@ -56,7 +60,7 @@ def cut_under(name: str, value: object) -> object:
 
 def is_secret(text: str) -> bool:
     """Whether a text speaks of passwords and the like."""
-    return _SECRET.search(text) is not None
+    return _SECRET.search(_COUNT.sub("", text)) is not None
 
 
 def is_address(name: str) -> bool:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from lwkv.config.conflicts import refuse_conflicts
+from lwkv.config.conflicts import Conflict, find_conflicts
 from lwkv.config.help import show_settings
-from lwkv.config.lmcache import without_lmcache_keys
+from lwkv.config.lmcache import find_lmcache_url, take_lmcache_keys
 from lwkv.config.messages import (
     Origins,
     allowed_of,
     clipped,
     explain,
     joined,
+    keys_of,
+    nearest,
     shown,
     unknown_key,
 )
 from lwkv.config.secrets import cut_inside, is_address, is_secret
-from lwkv.config.sources import PREFIX, read_environment, read_file
+from lwkv.config.sources import PREFIX, Read, read_environment, read_file
 from lwkv.config.values import (
     CHECK_LAYERS,
     RECOMPUTE_RATIOS,
@@ -43,6 +45,7 @@ from lwkv.config.values import (
 from lwkv.errors import ConfigError
 
 _GIB = 1 << 30
+Own = TypeVar("Own", bound="Config")
 
 
 @show_settings
@@ -67,8 +70,7 @@ class Config(BaseSettings):
     max_local_cpu_size: GiB = Field(5.0, description="Most host memory for pages, kept or passing through.")
     local_disk: DiskPath = Field(None, description="Folder of the disk tier; null for none.")
     max_local_disk_size: GiB = Field(0.0, description="Most disk space for pages; needed with local_disk.")
-    # It may have a password in it.
-    remote_url: RemoteURL = Field(None, repr=False, description="Server of the remote tier; null for none.")
+    remote_url: RemoteURL = Field(None, description="Server of the remote tier; null for none.")
     write_policy: WritePolicy = Field(
         "write_through",
         description="When lower tiers get a chunk: write_through at once, write_back when half of host "
@@ -109,17 +111,35 @@ class Config(BaseSettings):
                 f"got {shown(origins)} without a name: name settings, as in Config(chunk_size=256); "
                 "to read a file use Config.load(path)"
             )
-        origins = origins or Origins()
-        values: dict[str, Any] = without_lmcache_keys(arguments, origins)
-        _refuse_unknown(values, origins)
+        if faults := list(self._faults(arguments, Origins() if origins is None else origins)):
+            raise ConfigError(joined(faults))
+
+    def _faults(self, arguments: Mapping[str, object], origins: Origins) -> Iterator[str]:
+        """Take the settings, and say what is wrong with them: all of it, so that one start is enough."""
+        yield from origins.faults
+        known, wrong = type(self).model_fields, origins.unread
+        given, of_lmcache = take_lmcache_keys(arguments, origins)
+        yield from of_lmcache
+        yield from find_lmcache_url(given.get("remote_url"), origins)
+        values: dict[str, Any] = {key: value for key, value in given.items() if key in known}
+        for key in (key for key in given if key not in known):
+            wrong = wrong | nearest(key, known)
+            yield unknown_key(key, given[key], origins.get(key, "argument"), known)
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(explain(error, type(self), values, origins)) from None
-        refuse_conflicts(self, origins)
+            yield from explain(error, type(self), values, origins)
+            wrong = wrong | keys_of(error)
+            # The others are looked at without them.
+            super().__init__(**{key: value for key, value in values.items() if key not in wrong})
+        yield from find_conflicts(self, origins, wrong, self._more_conflicts())
+
+    def _more_conflicts(self) -> Iterator[Conflict]:
+        """What cannot work where these settings are used; for those who extend them."""
+        yield from ()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str] | None = None, **arguments: object) -> Config:
+    def load(cls: type[Own], path: str | os.PathLike[str] | None = None, **arguments: object) -> Own:
         """Merge the YAML file, the environment and `arguments`, each stronger than the one before.
 
         A key is taken as a whole from the strongest source that has it, `extra_config` included.
@@ -127,13 +147,33 @@ class Config(BaseSettings):
         Args:
             path: the file; None for the one LWKV_CONFIG_FILE names, or no file.
         """
-        kinds = {key: allowed_of(cls, key).kind for key in cls.model_fields}
-        file = _read_named_file(path, os.environ)
+        values, origins = cls._merge(path, arguments)
+        return cls(origins, **values)
+
+    @classmethod
+    def sources(cls, path: str | os.PathLike[str] | None = None, **arguments: object) -> dict[str, str]:
+        """Where `load` takes each setting from, "default" where nothing gives it; no value is a password."""
+        _, origins = cls._merge(path, arguments)
+        return {key: origins.get(key, "default") for key in cls.model_fields}
+
+    @classmethod
+    def _merge(
+        cls, path: str | os.PathLike[str] | None, arguments: Mapping[str, object]
+    ) -> tuple[dict[str, object], Origins]:
+        kinds = {key: allowed_of(Config, key).kind for key in Config.model_fields}
         environment = read_environment(os.environ, kinds)
-        origins = dict.fromkeys(file, f"file {clipped(f'{_file_name(path, os.environ)}')}")
-        origins |= {key: _variable(key, os.environ) for key in environment}
+        try:
+            file = _read_named_file(path, os.environ)
+        except ConfigError as error:
+            # What it would have set is not known.
+            file, unread = Read({}, [str(error)]), frozenset(cls.model_fields)
+        else:
+            unread = frozenset()
+        origins = Origins(dict.fromkeys(file.values, f"file {clipped(f'{_file_name(path, os.environ)}')}"))
+        origins.faults, origins.unread = [*file.faults, *environment.faults], unread
+        origins |= {key: _variable(key, os.environ) for key in environment.values}
         origins |= dict.fromkeys(arguments, "argument")
-        return cls(Origins(origins), **(file | environment | arguments))
+        return file.values | environment.values | dict(arguments), origins
 
     def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
         for name, value in super().__repr_args__():
@@ -200,10 +240,10 @@ def _file_name(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) 
     return environ.get(f"{PREFIX}CONFIG_FILE") if path is None else os.fspath(path)
 
 
-def _read_named_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> dict[str, object]:
+def _read_named_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Read:
     name = _file_name(path, environ)
     told_by = f"environment variable {PREFIX}CONFIG_FILE" if path is None else "argument path"
-    return {} if name is None else read_file(name, told_by)
+    return Read({}, []) if name is None else read_file(name, told_by)
 
 
 def _variable(key: str, environ: Mapping[str, str]) -> str:
@@ -211,12 +251,3 @@ def _variable(key: str, environ: Mapping[str, str]) -> str:
     if is_address(key) or is_secret(environ[name]):
         return f"environment variable {name}"
     return f"environment variable {name}={clipped(environ[name])}"
-
-
-def _refuse_unknown(values: Mapping[str, object], origins: Origins) -> None:
-    known = Config.model_fields
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        raise ConfigError(
-            joined(unknown_key(key, values[key], origins.get(key, "argument"), known) for key in unknown)
-        )

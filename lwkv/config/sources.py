@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from lwkv.config.messages import clipped, did_you_mean, joined, shown, shown_under
+from lwkv.config.messages import clipped, did_you_mean, shown, shown_under
 from lwkv.config.secrets import HIDDEN, is_secret
 from lwkv.errors import ConfigError
 
@@ -19,6 +18,15 @@ RESERVED = (
     *("LWKV_CONFIG_FILE", "LWKV_LOG_LEVEL", "LWKV_PLATFORM"),
     *("LWKV_REMOTE_USER", "LWKV_REMOTE_PASSWORD"),
 )
+
+
+class Read(NamedTuple):
+    """What a source has, as far as it can be read, and a line for each thing that is wrong with it."""
+
+    values: dict[str, object]
+    faults: list[str]
+
+
 _TAG = "tag:yaml.org,2002:"
 _MOST_LEVELS = 8
 
@@ -30,6 +38,10 @@ class _Loader(yaml.SafeLoader):
     """
 
     _level = 0
+
+    def __init__(self, text: Any) -> None:
+        super().__init__(text)
+        self.twice: list[str] = []
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
@@ -45,10 +57,15 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = Counter(str(key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        twice = sorted(name for name, count in names.items() if count > 1)
-        if twice:
-            raise _refusal(f"keys given twice: {shown(twice)}", node.start_mark)
+        lines: dict[str, list[int]] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines.setdefault(str(key.value), []).append(key.start_mark.line + 1)
+        self.twice += [
+            f"gives {clipped(name)} twice: in line {places[0]} and again in line {places[-1]}; keep one"
+            for name, places in lines.items()
+            if len(places) > 1
+        ]
         return super().construct_mapping(node, deep=deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -75,27 +92,36 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
 
 
-def read_file(path: str | PathLike[str], told_by: str) -> dict[str, object]:
-    """Read a YAML file of settings; an empty file has none.
+def read_file(path: str | PathLike[str], told_by: str) -> Read:
+    """Read a YAML file of settings; an empty file has none. `told_by` says who named the file.
+
+    Wrong is a key given twice.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML, is no mapping, gives a key twice, or has aliases,
-            tags or more than 8 levels; `told_by` says who named the file.
+        ConfigError: the file cannot be read, is no YAML, is no mapping, or has aliases, tags or more than 8
+            levels.
     """
+    name = f"configuration file {shown(fspath(path))} ({told_by})"
     try:
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, _Loader)  # a SafeLoader
+            values, twice = _load(file)
     except (OSError, ValueError, yaml.YAMLError) as error:
         # The error's own text, which a traceback shows, may quote the file.
-        raise ConfigError(f"configuration file {shown(fspath(path))} ({told_by}) {_why(error)}") from None
+        raise ConfigError(f"{name} {_why(error)}") from None
     if values is None:
-        return {}
+        return Read({}, [])
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"configuration file {shown(fspath(path))} ({told_by}): got {shown_under('', values)}; "
-            "allowed: lines of `key: value`"
-        )
-    return {str(key): value for key, value in values.items()}
+        raise ConfigError(f"{name}: got {shown_under('', values)}; allowed: lines of `key: value`")
+    return Read({str(key): value for key, value in values.items()}, [f"{name} {text}" for text in twice])
+
+
+def _load(text: Any) -> tuple[Any, list[str]]:
+    """What a text or file has, and what is wrong with its keys."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data(), loader.twice
+    finally:
+        loader.dispose()
 
 
 def _why(error: OSError | ValueError | yaml.YAMLError) -> str:
@@ -111,20 +137,20 @@ def _why(error: OSError | ValueError | yaml.YAMLError) -> str:
     )
 
 
-def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, object]:
+def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> Read:
     """Take the settings out of `environ`; `kinds` gives the kind of every key.
 
-    Text stays as it is; everything else is read as in a file, and lists may be written 1,2.
-
-    Raises:
-        ConfigError: a variable with lwkv's prefix names no setting, or is no mapping that can be read.
+    Text stays as it is; everything else is read as in a file, and lists may be written 1,2. Wrong is a
+    variable with lwkv's prefix that names no setting, and what is no mapping that can be read.
     """
     names = {f"{PREFIX}{key.upper()}": key for key in kinds}
     given = sorted(name for name in environ if name.startswith(PREFIX) and name not in RESERVED)
     unknown = [name for name in given if name not in names]
-    if unknown:
-        raise ConfigError(joined(_no_setting(name, environ[name], [*names, *RESERVED]) for name in unknown))
-    return {names[name]: _read_text(name, environ[name], kinds[names[name]]) for name in given}
+    read = Read({}, [_no_setting(name, environ[name], [*names, *RESERVED]) for name in unknown])
+    for name in given:
+        if name in names:
+            read.values[names[name]] = _read_text(name, environ[name], kinds[names[name]], read.faults)
+    return read
 
 
 def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
@@ -133,13 +159,16 @@ def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
     return f"environment variable {clipped(name)}={value} names no setting{near}; allowed: {names}"
 
 
-def _read_text(name: str, text: str, kind: str) -> object:
+def _read_text(name: str, text: str, kind: str, faults: list[str]) -> object:
     if kind == "text" or not text.strip():
         return text
+    shown_text = f"environment variable {name}={HIDDEN if is_secret(text) else shown(text)}"
     try:
-        return yaml.load(f"[{text}]" if "," in text and text.strip()[0] not in "[{" else text, _Loader)
+        value, twice = _load(f"[{text}]" if "," in text and text.strip()[0] not in "[{" else text)
     except yaml.YAMLError as error:
-        if kind == "mapping":
-            value = HIDDEN if is_secret(text) else shown(text)
-            raise ConfigError(f"environment variable {name}={value} {_why(error)}") from None
-        return text
+        if kind != "mapping":
+            return text
+        faults.append(f"{shown_text} {_why(error)}")
+        return {}
+    faults += [f"{shown_text} {line}" for line in twice]
+    return value

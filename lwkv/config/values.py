@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import pairwise
+from os import PathLike, fspath
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -25,7 +26,7 @@ FLAG_WORDS = {
 CHECK_LAYERS = (1,)
 RECOMPUTE_RATIOS = (0.15,)
 
-_OFF = (None, "null", "false")
+_OFF = ("null", "none", "false", "off", "no")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s]+")
 
 
@@ -57,9 +58,16 @@ def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
     return layers
 
 
+def _is_off(value: object) -> bool:
+    """Whether a value is one of the words for nothing, in whatever way YAML and Python write them."""
+    return value is None or value is False or (isinstance(value, str) and value.strip().lower() in _OFF)
+
+
 def _disk_path(value: object) -> object:
-    if value is False or value in _OFF:
+    if _is_off(value):
         return None
+    if isinstance(value, PathLike):
+        value = fspath(value)
     if not isinstance(value, str):
         return value
     path = value.strip().removeprefix("file://")
@@ -69,7 +77,7 @@ def _disk_path(value: object) -> object:
 
 
 def _remote_url(value: object) -> object:
-    if value is False or value in _OFF:
+    if _is_off(value):
         return None
     if isinstance(value, str) and not _URL.fullmatch(value.strip()):
         raise ValueError("no scheme")
@@ -85,14 +93,14 @@ _MAX = 2**62
 
 Flag = Annotated[bool, BeforeValidator(read_flag), Allowed("flag", "true, yes, on, 1, false, no, off or 0")]
 Count = Annotated[
-    int, Field(strict=True, ge=1, le=_MAX), Allowed("whole number", "a whole number of 1 or more, unquoted")
+    int, Field(strict=True, ge=1, le=_MAX), Allowed("whole number", "a whole number of 1 or more")
 ]
 CountOrNull = Annotated[
     Annotated[int, Field(strict=True, ge=1, le=_MAX)] | None,
-    Allowed("whole number", "null, or a whole number of 1 or more, unquoted"),
+    Allowed("whole number", "null, or a whole number of 1 or more"),
 ]
 CountOrZero = Annotated[
-    int, Field(strict=True, ge=0, le=_MAX), Allowed("whole number", "a whole number of 0 or more, unquoted")
+    int, Field(strict=True, ge=0, le=_MAX), Allowed("whole number", "a whole number of 0 or more")
 ]
 TwoOrMore = Annotated[
     int, Field(strict=True, ge=2, le=64), Allowed("whole number", "a whole number from 2 to 64")
@@ -100,12 +108,12 @@ TwoOrMore = Annotated[
 GiB = Annotated[
     float,
     Field(strict=True, ge=0, le=2**20, allow_inf_nan=False),
-    Allowed("number of GiB", "a finite number of GiB from 0 to 1048576, unquoted"),
+    Allowed("number of GiB", "a finite number of GiB from 0 to 1048576"),
 ]
 Seconds = Annotated[
     float,
     Field(strict=True, gt=0, le=86400, allow_inf_nan=False),
-    Allowed("number of seconds", "a number of seconds above 0 and up to 86400, unquoted"),
+    Allowed("number of seconds", "a number of seconds above 0 and up to 86400"),
 ]
 Separator = Annotated[
     str, Field(strict=True, min_length=1), Allowed("text", "text of at least one character")

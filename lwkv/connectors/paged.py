@@ -44,7 +44,8 @@ class PagedConnector(Caches):
         `pool` is where pages will be, as large as `page_bytes`.
 
         Raises:
-            ConfigError: it was started and not stopped; more staging than the device has memory.
+            ConfigError: it was started and not stopped; more staging than the device has memory, or less
+                than a page for each buffer.
         """
         if self._running:
             raise ConfigError(
@@ -81,6 +82,11 @@ class PagedConnector(Caches):
         wanted = self._config.staging_bytes
         if wanted is None:
             wanted = min(max(total // STAGING_SHARE, LEAST_STAGING), MOST_STAGING)
+        elif 0 < wanted < (least := buffers * self.page_bytes):
+            raise ConfigError(
+                f"extra_config.staging_bytes: got {wanted}; allowed: null, or {least} and more: {buffers} "
+                f"buffers of one page each, and a page has {self.page_bytes} bytes. Or lower chunk_size"
+            )
         size = max(self.page_bytes, wanted // buffers)
         size = -(-size // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         if total and buffers * size > total:

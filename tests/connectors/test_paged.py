@@ -142,7 +142,7 @@ def test_layers_may_have_rows_of_different_sizes(platform: Platform, device: tor
         f"l.{i}": t.to(device).view(dtype) for i, (t, dtype) in enumerate(zip(wanted, dtypes, strict=True))
     }
     metadata = CacheMetadata("mixed", len(dtypes), 2, 3, torch.float32, kv_dtype=torch.float8_e5m2)
-    config = Config(chunk_size=8, max_local_cpu_size=2**-8, extra_config={"staging_bytes": 1})
+    config = Config(chunk_size=8, max_local_cpu_size=2**-8, use_gpu=False)
     slots, into = np.arange(16), np.arange(20, 36)
     with CacheEngine.create(config, metadata, caches, "vllm", {"block_size": 4}, platform) as engine:
         engine.store(list(range(16)), slot_mapping=slots)
@@ -239,6 +239,18 @@ def test_an_engine_that_has_no_thread_gives_tiers_and_connector_back(
 def test_more_staging_than_the_device_has_is_refused(make_oracle: Any) -> None:
     with pytest.raises(ConfigError, match=r"staging_bytes=4611686018427387904, .* but the device has \d+"):
         make_oracle("vllm_2bnhd").engine(8, staging_bytes=2**62)
+
+
+def test_staging_below_a_page_for_each_buffer_is_refused_with_the_least(make_oracle: Any) -> None:
+    oracle = make_oracle("vllm_2bnhd")
+    page, least = oracle.page_bytes(8), 2 * 3 * oracle.page_bytes(8)
+    for wrong in (1, least - 1):
+        with pytest.raises(
+            ConfigError, match=rf"got {wrong}; allowed: null, or {least} and more.* {page} bytes"
+        ):
+            oracle.engine(8, staging_bytes=wrong, staging_buffers=3)
+    with oracle.engine(8, staging_bytes=least, staging_buffers=3) as engine:
+        assert len(engine.connector.loader.lane.buffers) == 3
 
 
 @pytest.mark.parametrize(

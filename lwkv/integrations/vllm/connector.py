@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm import __version__ as vllm_version
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -23,7 +24,13 @@ from lwkv.integrations.vllm.logs import log_as_vllm
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
-from lwkv.integrations.vllm.settings import Settings, check_role, read_settings
+from lwkv.integrations.vllm.settings import (
+    MEANING,
+    Settings,
+    check_role,
+    read_settings,
+    warn_of_outer_policy,
+)
 from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
 from lwkv.integrations.vllm.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.versions import check_version
@@ -49,7 +56,7 @@ class LWKVConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         warn_of_foreign_variables()
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        check_role(vllm_config.kv_transfer_config.kv_role, self._settings.config)
+        check_role(vllm_config.kv_transfer_config.kv_role, self._settings)
         self._orders: StepOrders | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -187,7 +194,7 @@ class LWKVConnector(KVConnectorBase_V1):
 
 
 def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> SchedulerSide:
-    config, role = settings.config, vllm_config.kv_transfer_config
+    config, role = settings, vllm_config.kv_transfer_config
     group = only_group(kv_cache_config)
     ranks = vllm_config.parallel_config.world_size
     below = partial(open_lower_tiers, config) if tier_urls(config) else None
@@ -220,20 +227,14 @@ def _make_worker(
 ) -> WorkerSide:
     tp, pp = get_tp_group(), get_pp_group()
     rank = Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
+    if rank.number == 0 and (whole := get_current_vllm_config_or_none()) is not None:
+        warn_of_outer_policy(whole.kv_transfer_config, vllm_config.kv_transfer_config, settings)
     caches, metadata, hints = describe(vllm_config, kv_cache_config, kv_caches, rank, vllm_version)
     device = next(iter(kv_caches.values())).device
-    engine = CacheEngine.create(
-        settings.config, metadata, caches, layout_hints=hints, platform=platform_for(device)
-    )
+    engine = CacheEngine.create(settings, metadata, caches, layout_hints=hints, platform=platform_for(device))
     block_size = only_group(kv_cache_config).kv_cache_spec.block_size
     fails = settings.on_load_failure == "fail"
     return WorkerSide(engine, rank.number, block_size, draft_layers(vllm_config, caches), fails)
-
-
-_MEANING = {
-    "recompute": "what cannot be loaded is computed",
-    "fail": "a request whose KV cannot be loaded fails",
-}
 
 
 def _set_policy(transfer_config: Any, settings: Settings) -> None:
@@ -244,7 +245,7 @@ def _set_policy(transfer_config: Any, settings: Settings) -> None:
             *(
                 transfer_config.kv_load_failure_policy,
                 settings.on_load_failure,
-                _MEANING[settings.on_load_failure],
+                MEANING[settings.on_load_failure],
             ),
         )
         transfer_config.kv_load_failure_policy = settings.on_load_failure

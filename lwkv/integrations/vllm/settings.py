@@ -3,53 +3,52 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from lwkv.config.messages import shown
+from pydantic import Field
+
+from lwkv.config.conflicts import Conflict
 from lwkv.config.settings import Config
+from lwkv.config.values import Allowed, Flag
 from lwkv.errors import ConfigError
 from lwkv.storage.registry import tier_urls
 
 log = logging.getLogger(__name__)
 
-FAILURE_KEY = "on_load_failure"
-FAILURE_POLICIES = ("recompute", "fail")
+MEANING = {
+    "recompute": "what cannot be loaded is computed",
+    "fail": "a request whose KV cannot be loaded fails",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a user sets for the connector: lwkv's configuration, and what becomes of a failed load."""
+class Settings(Config):
+    """lwkv's configuration in vLLM, with what becomes of a failed load.
 
-    config: Config
-    on_load_failure: str
+    Layer by layer is the default here, other than elsewhere: vLLM has hooks for it.
+    """
+
+    use_layerwise: Flag = Field(True, description="Load and save layer by layer while the model computes.")
+    on_load_failure: Annotated[Literal["recompute", "fail"], Allowed("text", "recompute or fail")] = Field(
+        "recompute", description="What happens to a request whose KV cannot be loaded."
+    )
+
+    def _more_conflicts(self) -> Iterator[Conflict]:
+        if self.enable_blending:
+            advice = "vLLM's models cannot recompute some tokens of a prompt; leave it out"
+            yield ("enable_blending",), advice
+        if self.save_unfull_chunk and self.save_decode_cache:
+            advice = "a rest would be stored anew with every token; set one of them to false"
+            yield ("save_unfull_chunk", "save_decode_cache"), advice
 
 
 def read_settings(extra: Mapping[str, object]) -> Settings:
     """Merge file, environment and `extra`, the strongest.
 
-    Layer by layer is the default here, other than elsewhere: vLLM has hooks for it.
-
     Raises:
         ConfigError: as Config, and for what cannot work in vLLM.
     """
-    arguments = dict(extra)
-    policy = arguments.pop(FAILURE_KEY, FAILURE_POLICIES[0])
-    if policy not in FAILURE_POLICIES:
-        raise ConfigError(f"{FAILURE_KEY}: got {shown(policy)}; allowed: {' or '.join(FAILURE_POLICIES)}")
-    config = Config.load(None, **arguments)
-    if "use_layerwise" not in config.model_fields_set:
-        config = Config.load(None, **arguments, use_layerwise=True)
-    if config.enable_blending:
-        raise ConfigError(
-            "enable_blending: vLLM's models cannot recompute some tokens of a prompt; leave it out"
-        )
-    if config.save_unfull_chunk and config.save_decode_cache:
-        raise ConfigError(
-            "save_unfull_chunk and save_decode_cache: a rest would be stored anew with every token; "
-            "set one of them to false"
-        )
-    return Settings(config, str(policy))
+    return Settings.load(None, **extra)
 
 
 def check_role(kv_role: str | None, config: Config) -> None:
@@ -67,4 +66,20 @@ def check_role(kv_role: str | None, config: Config) -> None:
             f"kv_role: got {kv_role!r}, and only host memory, which belongs to one process: "
             f"{useless[kv_role]}; set local_disk or remote_url to a tier that the other processes reach, "
             "or kv_role to 'kv_both'"
+        )
+
+
+def warn_of_outer_policy(outer: Any, own: Any, settings: Settings) -> None:
+    """Log where another connector has this one inside, and its policy is not the one that is set here.
+
+    Args:
+        outer, own: vLLM's KVTransferConfig of the engine, and the one that this connector was given.
+    """
+    if outer is None or outer.kv_connector == own.kv_connector:
+        return
+    if (policy := outer.kv_load_failure_policy) != settings.on_load_failure:
+        log.warning(
+            "kv_load_failure_policy of %s is %r, and lwkv inside it cannot change that: %s; set "
+            '"kv_load_failure_policy": "%s" beside "kv_connector": "%s"',
+            *(outer.kv_connector, policy, MEANING[policy], settings.on_load_failure, outer.kv_connector),
         )

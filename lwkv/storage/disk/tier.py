@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -112,7 +113,7 @@ class DiskTier:
 
 
 def open_tier(url: str, setup: TierSetup) -> DiskTier:
-    """Open the folder of a file:// URL, which has to be there. Raises ConfigError."""
+    """Open the folder of a file:// URL; a missing one is made, its parent is not. Raises ConfigError."""
     path, limit = _path(url), setup.config.max_disk_bytes
     form = FileForm(setup.num_layers, setup.page_bytes, setup.page_format)
     if form.file_bytes > limit:
@@ -120,6 +121,8 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
             f"max_local_disk_size holds {limit} bytes, but one chunk needs {form.file_bytes}: raise it"
         )
     try:
+        with suppress(FileExistsError):
+            os.mkdir(path)
         direct, timeout_s = reads_directly(path), setup.config.load_timeout_s
         folder = Folder(path, limit, direct, setup.counters, timeout_s=timeout_s)
     except OSError as error:
@@ -131,6 +134,8 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
 def examine(url: str, config: Config) -> Mapping[str, str]:
     """Tell how the folder is. Raises ConfigError where it cannot be used."""
     path = _path(url)
+    if not os.path.lexists(path) and os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        return {"folder": path, "files": "none: the folder is made when an engine starts"}
     try:
         direct, free = reads_directly(path), os.statvfs(path)
         folder = Folder(path, 1 << 62, direct, Counters())  # nothing is removed
@@ -168,7 +173,10 @@ def _access(path: str) -> str:
 
 
 def _unusable(path: str, error: OSError) -> ConfigError:
+    parent = os.path.dirname(os.path.abspath(path))
+    missing = f" ({shown(parent)} is not there, and only the last folder of a path is made)"
     return ConfigError(
-        f"local_disk: {shown(path)} cannot be used: {error.strerror or error}; give a folder that is there "
-        "and can be written to, or leave local_disk out"
+        f"local_disk: {shown(path)} cannot be used: {error.strerror or error}"
+        f"{'' if os.path.lexists(parent) else missing}; give a folder that can be written to, or leave "
+        "local_disk out"
     )

@@ -228,9 +228,9 @@ def test_the_tiers_that_the_settings_name_are_looked_at(
 
 
 def test_a_tier_that_cannot_be_used_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use_disk(monkeypatch, tmp_path / "missing")
+    use_disk(monkeypatch, tmp_path / "missing" / "cache")
     (fault,) = doctor.examine("cpu").faults
-    assert fault.startswith(f"the tier file://{tmp_path}/missing cannot be used: local_disk:")
+    assert fault.startswith(f"the tier file://{tmp_path}/missing/cache cannot be used: local_disk:")
 
 
 def test_no_password_of_a_tier_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

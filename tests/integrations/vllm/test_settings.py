@@ -2,26 +2,27 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.settings import check_role, read_settings
+from lwkv.integrations.vllm.settings import check_role, read_settings, warn_of_outer_policy
 from lwkv.integrations.vllm.versions import NEWEST, OLDEST, check_version
 
 
 def test_layer_by_layer_is_the_default_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_settings({}).config.use_layerwise
-    assert read_settings({"chunk_size": 64}).config.use_layerwise
-    assert not read_settings({"use_layerwise": False}).config.use_layerwise
+    assert read_settings({}).use_layerwise
+    assert read_settings({"chunk_size": 64}).use_layerwise
+    assert not read_settings({"use_layerwise": False}).use_layerwise
     monkeypatch.setenv("LWKV_USE_LAYERWISE", "false")
-    assert not read_settings({}).config.use_layerwise
-    assert read_settings({"use_layerwise": True}).config.use_layerwise
+    assert not read_settings({}).use_layerwise
+    assert read_settings({"use_layerwise": True}).use_layerwise
 
 
 def test_settings_are_lwkv_s_own_and_what_becomes_of_a_failed_load() -> None:
     settings = read_settings({"chunk_size": 64, "on_load_failure": "fail"})
-    assert (settings.config.chunk_size, settings.on_load_failure) == (64, "fail")
+    assert (settings.chunk_size, settings.on_load_failure) == (64, "fail")
     assert read_settings({}).on_load_failure == "recompute"
 
 
@@ -46,16 +47,16 @@ def test_a_role_that_shares_nothing_is_refused_with_what_to_do(
     role: str, reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        check_role(role, read_settings({}).config)
+        check_role(role, read_settings({}))
     for part in (role, reason, "local_disk", "remote_url", "kv_both"):
         assert part in str(error.value)
-    check_role(role, read_settings({"local_disk": str(tmp_path), "max_local_disk_size": 1}).config)
-    check_role(role, read_settings({"remote_url": "valkey://localhost:1"}).config)
+    check_role(role, read_settings({"local_disk": str(tmp_path), "max_local_disk_size": 1}))
+    check_role(role, read_settings({"remote_url": "valkey://localhost:1"}))
 
 
 @pytest.mark.parametrize("role", ["kv_both", None])
 def test_a_role_that_loads_what_it_stored_needs_no_tier(role: str | None) -> None:
-    check_role(role, read_settings({}).config)
+    check_role(role, read_settings({}))
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.9.2", "0.1.0"])
@@ -75,3 +76,36 @@ def test_a_vllm_that_was_not_tested_is_told_of(version: str, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         check_version(version)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_everything_that_is_wrong_is_told_at_once_with_the_keys_of_vllm() -> None:
+    extra = {"on_load_failure": "ignore", "chunksize": 64, "enable_blending": True, "save_decode_cache": 2}
+    with pytest.raises(ConfigError) as error:
+        read_settings(extra)
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        *("chunksize", "save_decode_cache", "on_load_failure"),
+        "enable_blending=True (argument)",
+    ]
+    assert "on_load_failure" in lines[0]
+    with pytest.raises(ConfigError, match=r"did you mean on_load_failure\?"):
+        read_settings({"on_load_failures": "fail"})
+
+
+@pytest.mark.parametrize(
+    ("outer", "policy", "warns"),
+    [
+        ("MultiConnector", "fail", True),
+        ("MultiConnector", "recompute", False),
+        ("LWKVConnector", "fail", False),
+    ],
+)
+def test_a_policy_that_an_outer_connector_has_is_warned_of(
+    outer: str, policy: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = SimpleNamespace(kv_connector="LWKVConnector", kv_load_failure_policy="fail")
+    around = SimpleNamespace(kv_connector=outer, kv_load_failure_policy=policy)
+    warn_of_outer_policy(around, own, read_settings({}))
+    warn_of_outer_policy(None, own, read_settings({}))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warns
+    assert all('"kv_load_failure_policy": "recompute"' in line.getMessage() for line in caplog.records)

@@ -20,6 +20,7 @@ from storage.places import make_setup, open_only
 from storage.rig import NUM_LAYERS, PAGE_BYTES, key, keys
 from storage.tier_calls import layer_keys, load, put, store
 
+from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.storage import Status
 from lwkv.storage.disk import folder, io, lru, names, reader, writer
@@ -650,17 +651,25 @@ def test_a_child_that_is_forked_while_the_lock_is_held_does_not_keep_it(rig: Dis
 # wrong from the start
 
 
-def _nothing(path: Path) -> None:
-    pass
+def test_a_folder_that_is_missing_is_made_if_its_parent_is_there(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache") as rig:
+        rig.open()
+        rig.open()
+    assert (tmp_path / "cache").is_dir()
+    told = r"none' is not there, and only the last folder .* is made"
+    with opened(tmp_path / "none" / "cache") as rig, pytest.raises(ConfigError, match=told):
+        rig.open()
+    assert not (tmp_path / "none").exists()
 
 
-def _file(path: Path) -> None:
-    path.write_text("a file")
+def test_the_doctor_makes_no_folder(tmp_path: Path) -> None:
+    config = Config(local_disk=str(tmp_path / "cache"), max_local_disk_size=1)
+    assert "is made when an engine starts" in disk_tier.examine(f"file://{tmp_path}/cache", config)["files"]
+    assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("make", [_nothing, _file])
-def test_a_folder_that_is_none_is_refused_at_the_start(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "cache")
+def test_a_folder_that_is_a_file_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
     told = r"local_disk: '.*cache' cannot be used: .*give a folder"
     with opened(tmp_path / "cache") as rig, pytest.raises(ConfigError, match=told) as refused:
         rig.open()
