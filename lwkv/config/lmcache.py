@@ -52,7 +52,7 @@ LMCACHE_KEYS: Mapping[str, LMCacheKey] = {
     "enable_controller": LMCacheKey((False,), _ABSENT),
     "enable_kv_events": LMCacheKey(
         (False,),
-        "in vLLM, lwkv's events come with vLLM's own: --kv-events-config '{\"enable_kv_cache_events\": true}'",
+        "in vLLM, lwkv's events come with vLLM's: --kv-events-config '{\"enable_kv_cache_events\": true}'",
     ),
     "lmcache_instance_id": LMCacheKey(
         (None,), "engines need no names, and there is no controller; remove it"
