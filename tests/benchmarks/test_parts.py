@@ -186,6 +186,6 @@ def test_sizes_that_do_not_fit_are_refused(bench: Bench, change: dict[str, Any],
 def test_the_profile_shows_what_the_host_does_before_the_first_page(bench: Bench) -> None:
     load, save = measure_profile(bench).profiles
     assert (load.name, save.name) == ("load", "save")
-    for profile, step in ((load, "pipeline/retrieval: open"), (save, "pipeline/store: advance")):
+    for profile, step in ((load, "pipeline/retrieval: open"), (save, "pipeline/store: _open")):
         shares = {function.name: function.share for function in profile.functions}
         assert 0 < shares[step] <= max(shares.values()) == 1

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lwkv.benchmarks.shapes import TINY
+from lwkv.benchmarks.vllm_load import Load, Served, Server
+from lwkv.benchmarks.vllm_serving import Finding, Plan, engine_arguments, faults, table
+
+PLAN = Plan((1, 2), seconds=0.4, every_s=0.1, prefix=64, suffix=8)
+
+
+class Stepped:
+    """vLLM's engine as far as the load needs it: each step gives every request a token."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 500)
+        self.requests: dict[str, tuple[list[int], int]] = {}
+        self.resets = 0
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], parameters: Any) -> None:
+        self.requests[name] = [], parameters.max_tokens
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for name, (tokens, most) in list(self.requests.items()):
+            tokens.append(7)
+            outputs.append(
+                SimpleNamespace(
+                    request_id=name, num_cached_tokens=64, outputs=[SimpleNamespace(token_ids=list(tokens))]
+                )
+            )
+            if len(tokens) >= most:
+                del self.requests[name]
+        return outputs
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self.requests.pop(name, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Stepped:
+    parameters = SimpleNamespace(SamplingParams=lambda **named: SimpleNamespace(**named))
+    monkeypatch.setitem(__import__("sys").modules, "vllm", parameters)
+    return Stepped()
+
+
+def serve(engine: Stepped, load: Load) -> Served:
+    def reset() -> bool:
+        engine.resets += 1
+        return True
+
+    return Server(SimpleNamespace(llm_engine=engine, reset_prefix_cache=reset)).serve(load)
+
+
+def test_every_document_arrives_once_beside_those_that_decode(engine: Stepped) -> None:
+    load = Load(decoders=3, seconds=0.2, every_s=0.05, prefix=64, suffix=8, prepare=True)
+    served = serve(engine, load)
+    assert len(served.ttft_ms) == len(served.cold_ms) == len(load.documents()) == 4
+    assert served.cached == [64] * 4
+    assert served.decoded == len(served.gaps_ms) > 0
+    assert engine.resets == 1
+    assert not engine.requests
+
+
+def test_without_prompts_requests_only_decode(engine: Stepped) -> None:
+    served = serve(engine, Load(decoders=2, seconds=0.05, every_s=0.0, prefix=64, suffix=8))
+    assert (served.ttft_ms, served.cold_ms, engine.resets) == ([], [], 0)
+    assert served.decoded > 0
+
+
+def test_the_engines_get_what_they_are_named_after() -> None:
+    def settings(mode: str) -> dict[str, Any]:
+        arguments = engine_arguments(mode, Path("model"), TINY, PLAN, Path("disk"))
+        transfer = arguments.get("kv_transfer_config", {})
+        return arguments | transfer.get("kv_connector_extra_config", {})
+
+    assert "kv_transfer_config" not in settings("plain")
+    assert settings("native")["kv_offloading_size"] > 1
+    assert settings("lwkv-bulk")["use_layerwise"] is False
+    assert settings("lwkv-disk")["local_disk"] == "disk"
+    assert settings("lwkv")["max_local_cpu_size"] > 1
+
+
+def served(first_tokens: list[int], cached: int) -> list[Served]:
+    beside = Served([1.0] * 3, [2.0] * 3, 1.0, 6, [cached] * 3, first_tokens, [3.0] * 3)
+    return [Served([], [1.0], 1.0, 1), Served([], [1.0], 1.0, 1), beside]
+
+
+def test_tokens_that_differ_and_prompts_that_were_not_cached_are_faults() -> None:
+    plain, good = Finding("plain", 1.0, served([1, 2, 3], 0)), Finding("lwkv", 1.0, served([3, 1, 2], 64))
+    assert faults([plain, good], PLAN) == []
+    assert faults([plain, Finding("lwkv", 1.0, served([1, 2, 4], 32))], PLAN) == [
+        "lwkv: 3 of 3 prompts were not cached",
+        "lwkv: first tokens differ from those of plain",
+    ]
+    assert "| lwkv | 1.0 | 1.00 | 1.00 | 3, 3 | 1.0 |" in table([plain, good], PLAN)
