@@ -1,0 +1,161 @@
+"""The class that SGLang makes, with as much of SGLang as it asks for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from integrations.sglang.test_pools import MHATokenToKVPool, mha
+
+from lwkv.errors import ConfigError
+
+LINKER = "lwkv.integrations.sglang.linker"
+MODULES: dict[str, dict[str, Any]] = {
+    "sglang": {},
+    "sglang.version": {"__version__": "0.5.23"},
+    "sglang.srt": {},
+    "sglang.srt.mem_cache": {},
+    "sglang.srt.mem_cache.hicache_storage": {"PoolName": SimpleNamespace(KV="kv")},
+    "sglang.srt.mem_cache.unified_cache": {},
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker": {"UnifiedCacheLinker": object},
+    "prometheus_client": {"REGISTRY": SimpleNamespace(_names_to_collectors={})},
+}
+FULL = SimpleNamespace(name="FULL")
+
+
+class Metric:
+    """A metric of prometheus_client: its value, whatever its labels."""
+
+    def __init__(self, name: str, text: str, labels: list[str]) -> None:
+        self.value = 0
+        self.named: dict[str, str] = {}
+
+    def labels(self, **labels: str) -> Metric:
+        self.named = labels
+        return self
+
+    def inc(self, more: int) -> None:
+        self.value += more
+
+    def set(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes a linker over a pool; more arguments are those of `params` or of `server_args`."""
+    for name, contents in MODULES.items():
+        module = ModuleType(name)
+        vars(module).update(contents | {"Counter": Metric, "Gauge": Metric})
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in (LINKER, "lwkv.integrations.sglang.statistics"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    made: list[Any] = []
+
+    def make(
+        pool: MHATokenToKVPool | None = None, version: str = "0.5.23", metrics: bool = False, **params: Any
+    ) -> Any:
+        monkeypatch.setattr(sys.modules["sglang.version"], "__version__", version)
+        arguments = SimpleNamespace(
+            model_path="some/model", served_model_name="model", enable_metrics=metrics
+        )
+        allocator = SimpleNamespace(get_kvcache=lambda: pool or mha())
+        defaults = {
+            "token_to_kv_pool_allocator": allocator,
+            "page_size": 4,
+            "mtp_draft_device_pools": (),
+            "sidecar_draft_device_pools": (),
+            "tp_cache_group": None,
+            "attn_tp_cache_group": None,
+            "attn_cp_size": 1,
+            "pp_size": 1,
+        }
+        components = params.pop("components", [FULL])
+        linker = importlib.import_module(LINKER).LWKVLinker(
+            arguments,
+            SimpleNamespace(**defaults | params),
+            components=components,
+            extra_config={"max_local_cpu_size": 0.01},
+        )
+        made.append(linker)
+        return linker
+
+    yield make
+    for linker in made:
+        linker.close()
+    sys.modules.pop(LINKER, None)
+    sys.modules.pop("lwkv.integrations.sglang.statistics", None)
+
+
+def test_it_has_what_sglang_reads_of_it(make: Callable[..., Any]) -> None:
+    linker = make()
+    assert list(linker.pools) == ["kv"]
+    counter = linker.layer_done_counter
+    assert (counter.num_layers, counter.consumer_index) == (3, -1)
+    counter.set_consumer(7)
+    counter.wait_until(0)
+    assert counter.consumer_index == 7
+
+
+def test_drafts_are_waited_for_with_the_last_layer(make: Callable[..., Any]) -> None:
+    linker = make(mtp_draft_device_pools=(mha(2),))
+    assert linker.layer_done_counter.num_layers == 3
+    assert linker.link.engine.num_layers == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"version": "0.5.24"}, "SGLang 0.5.24"),
+        ({"pp_size": 2}, "pp_size: got 2"),
+        ({"attn_cp_size": 2}, "attn_cp_size: got 2"),
+        ({"page_size": 0}, "chunk_size"),
+        ({"components": [FULL, SimpleNamespace(name="SWA")]}, "SWA"),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[..., Any], changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make(**changed)
+
+
+def test_calls_go_on_to_the_link(make: Callable[..., Any]) -> None:
+    linker = make()
+    pages = SimpleNamespace(keys=["ab" * 32], device_indices=torch.arange(4))
+    assert linker.lookup("r", [pages]) == []
+    assert linker.offload([pages], session_id="s")
+    linker.num_completed_offloads()
+    assert linker.link.engine.flush()
+    assert linker.num_completed_offloads() == 1
+    assert linker.pop_completed_offload()
+    assert linker.lookup("r", [pages]) == [1]
+    assert linker.load("r", [pages])
+    index = linker.start_layer_wise_loading()
+    linker.layer_done_counter.set_consumer(index)
+    for layer in range(3):
+        linker.layer_done_counter.wait_until(layer)
+    assert linker.finish_layer_wise_loading(index)
+    assert not linker.cancel_queued_load("r")
+    linker.reset()
+    assert linker.lookup("r", [pages]) == []
+
+
+def test_counts_and_gauges_are_published(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    linker = make(metrics=True)
+    statistics = linker._statistics
+    now = [statistics._next]
+    monkeypatch.setattr(statistics, "_clock", lambda: now[0])
+    pages = SimpleNamespace(keys=["ab" * 32], device_indices=torch.arange(4))
+    linker.offload([pages])
+    for _ in range(2):
+        linker.num_completed_offloads()
+        assert linker.link.engine.flush()
+        now[0] += 1
+    linker.num_completed_offloads()
+    assert statistics._metrics["chunks"].value == 1
+    assert statistics._metrics["chunks"].named == {"model_name": "model", "tp_rank": "0"}
+    assert statistics._metrics["pages_in_use"].value == 3
