@@ -46,6 +46,17 @@ def test_random_prompts_in_mixed_batches_have_the_same_answers(
     assert from_host > total // 20
 
 
+def test_two_ranks_load_the_same(llama: Path, expected: Expected) -> None:
+    with started(llama, tp_size=2, **with_lwkv()) as engine:
+        for batch in DOCUMENTS:
+            require_right(engine.ask(batch), batch, expected)
+        engine.flush()
+        for batch in DOCUMENTS:
+            (loaded,) = engine.ask(batch)
+            assert (loaded.from_device, loaded.from_host) == (0, WHOLE)
+            require_right([loaded], batch, expected)
+
+
 class TestDisk:
     """One folder through the lives of several engines."""
 
