@@ -38,6 +38,9 @@ class PrefixOrder(Generic[Key]):
         """Those that lack a chunk before them, the next to go first."""
         return iter(self._orphans)
 
+    def is_orphan(self, key: Key) -> bool:
+        return key in self._orphans
+
     def by_use(self) -> Iterator[Key]:
         """All chunks, orphans too, those used longest ago first."""
         return iter(self._parents)

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from lwkv.storage.disk.drafts import Drafts
 from lwkv.storage.disk.header_cache import Version
 from lwkv.storage.disk.io import NO_SPACE, bytes_taken, create
 from lwkv.storage.disk.lock import FolderLock, is_owned, locked, own, used_in
-from lwkv.storage.disk.lru import Uses
+from lwkv.storage.disk.lru import Spared, Uses
 from lwkv.storage.disk.names import BAD_SUFFIX, CHUNK_SUFFIX, Kind, draft_name, kind_of
 from lwkv.telemetry.counters import Counters
 
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 NO_FILE = -1
 RESCAN_S = 30.0
+NOTHING_SPARED = Spared()
 SET_ASIDE_S = 1.0
 _BEING_MADE = (Kind.DRAFT, Kind.PROBE)
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -146,7 +147,7 @@ class Folder:
     def make_way(self, key: str, num_bytes: int) -> None:
         """Remove files of so many bytes for a chunk, or all: the disk is full before the limit is."""
         self._counters.add("disk_no_space")
-        spared = self._uses.before(key + CHUNK_SUFFIX)
+        spared = Spared(self._uses.before(key + CHUNK_SUFFIX))
         with locked(self.path, self._timeout_s) as lock:
             while num_bytes > 0 and (freed := self._remove_oldest(lock, spared)):
                 num_bytes -= freed
@@ -212,10 +213,11 @@ class Folder:
     def _begin_or_wait(self, key: str, num_bytes: int, deadline: float) -> Draft | None:
         """Take space, or wait for what else this process is writing: None where some of it has ended.
 
-        Several are written at a time. What is behind this chunk may have come first, and goes from its end.
+        Several are written at a time. What is behind this chunk may have come first, and goes from its end
+        when all of it is there.
         """
-        before, behind = self._uses.before(key + CHUNK_SUFFIX), self._uses.behind(key + CHUNK_SUFFIX)
-        for spared in (before | behind, before):
+        before = self._uses.before(key + CHUNK_SUFFIX)
+        for spared in (Spared(before, orphans=True), Spared(before)):
             ended = self._drafts.num_ended
             try:
                 return self._new_draft(key, num_bytes, spared)
@@ -223,16 +225,14 @@ class Folder:
                 full = error
             if self._drafts.wait_for_another(ended, before, deadline):
                 return None
-        if self._is_full_of(before):
+        if self._drafts.has_others(before):
+            if time.monotonic() < deadline:
+                return None  # they have begun meanwhile
+        elif self._drafts or len(self._uses.unknown(before)) < len(before):
             raise PromptTooLargeError(key) from full
         raise full
 
-    def _is_full_of(self, names: Collection[str]) -> bool:
-        """Whether there is or is being written one of these, and this process is writing nothing else."""
-        some = bool(self._drafts) or len(self._uses.unknown(names)) < len(names)
-        return some and not self._drafts.has_others(names)
-
-    def _new_draft(self, key: str, num_bytes: int, spared: Collection[str]) -> Draft:
+    def _new_draft(self, key: str, num_bytes: int, spared: Spared) -> Draft:
         path = os.path.join(self.path, draft_name(key))
         with locked(self.path, self._timeout_s) as lock:
             if not self._make_room(lock, num_bytes, spared):
@@ -264,7 +264,7 @@ class Folder:
                 raise DiskFullError(*error.args) from error
             raise
 
-    def _make_room(self, lock: FolderLock, num_bytes: int, spared: Collection[str] = ()) -> bool:
+    def _make_room(self, lock: FolderLock, num_bytes: int, spared: Spared = NOTHING_SPARED) -> bool:
         scanned = False
         while self._is_full(lock, num_bytes):
             if not scanned and (lock.used < 0 or time.monotonic() - self._scanned_at > RESCAN_S):
@@ -281,8 +281,8 @@ class Folder:
         used = lock.used
         return used < 0 or used + num_bytes > self._max_bytes
 
-    def _remove_oldest(self, lock: FolderLock, spared: Collection[str]) -> int:
-        """Remove the next file to go, none of `spared`; how many bytes that gives back, 0 for none."""
+    def _remove_oldest(self, lock: FolderLock, spared: Spared) -> int:
+        """Remove the next file to go, nothing `spared`; how many bytes that gives back, 0 for none."""
         while (oldest := self._uses.take_oldest(spared, self._clock())) is not None:
             name, used_at = oldest
             path = os.path.join(self.path, name)

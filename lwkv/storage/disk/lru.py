@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from lwkv.storage.prefix_order import PrefixOrder, parents_of
 
@@ -24,6 +25,13 @@ class Use:
 
     at: float
     told_at: float
+
+
+class Spared(NamedTuple):
+    """What is not to go: files of these names, and `orphans` whose parent may be on its way."""
+
+    names: Collection[str] = ()
+    orphans: bool = False
 
 
 class Uses:
@@ -76,11 +84,6 @@ class Uses:
         with self._lock:
             return set(self._with_before([name])[:-1])
 
-    def behind(self, name: str) -> set[str]:
-        """The names of files of chunks behind one, as far as there is no gap."""
-        with self._lock:
-            return set(self._order.behind(name))
-
     def unknown(self, names: Collection[str]) -> list[str]:
         """Those of which no file is known."""
         with self._lock:
@@ -97,16 +100,17 @@ class Uses:
             self._order.add(name, None)
             self._order.let_go_first(name)
 
-    def take_oldest(self, spared: Collection[str], now: float) -> tuple[str, float] | None:
-        """Take the file that is to go next out of the order, none of `spared`: its name and when it was used.
-
-        None where there is none.
-        """
+    def take_oldest(self, spared: Spared, now: float) -> tuple[str, float] | None:
+        """Take the file that is to go next out of the order: its name and when it was used. None for none."""
         with self._lock:
             latest = self._not_before(now) - COMPLETE_S
-            orphans = (name for name in self._order.orphans() if self._uses[name].at <= latest)
-            in_order = (name for name in chain(orphans, self._order.by_use()) if name not in spared)
-            name = next(in_order, None)
+            useless = (name for name in self._order.orphans() if self._uses[name].at <= latest)
+            others = (
+                name
+                for name in self._order.by_use()
+                if not (spared.orphans and self._order.is_orphan(name) and self._uses[name].at > latest)
+            )
+            name = next((name for name in chain(useless, others) if name not in spared.names), None)
             return None if name is None else (name, self._remove(name).at)
 
     def renew(self, found: Mapping[str, float]) -> None:

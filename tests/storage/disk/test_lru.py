@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lwkv.storage.disk.lru import COMPLETE_S, STEP_S, TOUCH_S, Uses
+from lwkv.storage.disk.lru import COMPLETE_S, STEP_S, TOUCH_S, Spared, Uses
 
 NOW = 1e9
 
@@ -14,7 +14,7 @@ def learnt(*names: str, at: float = NOW) -> Uses:
 
 def taken(uses: Uses, now: float = NOW) -> list[str]:
     order = []
-    while (oldest := uses.take_oldest((), now)) is not None:
+    while (oldest := uses.take_oldest(Spared(), now)) is not None:
         order.append(oldest[0])
     return order
 
@@ -65,13 +65,22 @@ def test_a_chunk_without_the_one_before_it_goes_first_but_not_while_that_may_be_
 def test_a_file_that_was_taken_and_is_still_there_has_its_place_in_the_prompt() -> None:
     uses = learnt("a", "b")
     uses.follow(["a", "b"], NOW)
-    assert uses.take_oldest((), NOW) is not None
+    assert uses.take_oldest(Spared(), NOW) is not None
     uses.add("b", NOW + 1)
     assert uses.before("b") == {"a"}
 
 
 def test_what_is_spared_is_not_taken() -> None:
     uses = learnt("a", "b")
-    assert uses.take_oldest({"a", "b"}, NOW) is None
-    assert uses.take_oldest({"a"}, NOW) == ("b", NOW)
+    assert uses.take_oldest(Spared({"a", "b"}), NOW) is None
+    assert uses.take_oldest(Spared({"a"}), NOW) == ("b", NOW)
     assert uses.unknown(["a", "b"]) == ["b"]
+
+
+def test_what_lacks_the_one_before_it_may_be_spared_while_that_may_be_under_way() -> None:
+    uses = learnt("x")
+    uses.follow(["a", "b", "c"], NOW)
+    uses.add("c", NOW)
+    spared = Spared({"x"}, orphans=True)
+    assert uses.take_oldest(spared, NOW) is None
+    assert uses.take_oldest(spared, NOW + COMPLETE_S) == ("c", NOW)
