@@ -1,8 +1,9 @@
-"""The commands in ci leave the machine alone unless they are asked to install something."""
+"""The commands in ci install nothing unless they are asked to, and CI runs all tests."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 TREE = Path(__file__).parent.parent
 BARE = {"apt-get": 'echo "$@" >>"$LOG"', "id": "echo $USER_ID", "ldconfig": "true", "env": 'shift; "$@"'}
+PYTHON = """#!/bin/sh
+[ "$2" != pytest ] || echo "$@"
+"""
 CALL = """
 set -euo pipefail
 stop() { echo "$*" >&2; exit 1; }
@@ -67,3 +71,44 @@ def test_where_servers_are_required_and_missing_the_command_stops(
 def test_ci_asks_for_servers_and_requires_them() -> None:
     assert "REQUIRE_SERVERS=1 INSTALL_SERVERS=1" in (TREE / ".ci" / "run").read_text()
     assert os.access(TREE / ".ci" / "run", os.X_OK)
+
+
+def arguments_of_pytest(checkout: Path, *arguments: str) -> list[str]:
+    """What `ci/test ARGUMENTS` gives to pytest, in a checkout whose programs do nothing."""
+    (checkout / "lwkv" / "platforms").mkdir(parents=True)
+    (checkout / "pyproject.toml").touch()
+    shutil.copytree(TREE / "ci", checkout / "ci")
+    programs = checkout / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "ruff", "mypy"):
+        (programs / name).write_text(PYTHON if name == "python" else "#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    settings = {"REQUIRE_SERVERS": "", "INSTALL_SERVERS": ""}
+    command = ["/bin/bash", checkout / "ci" / "test", *arguments]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
+    before, given = done.stdout.split(" --timeout 900")
+    assert before == "-m pytest"
+    return given.split()
+
+
+def test_only_a_run_without_arguments_leaves_slow_tests_out(tmp_path: Path) -> None:
+    quick = arguments_of_pytest(tmp_path / "quick")
+    everything = arguments_of_pytest(tmp_path / "all", "--all")
+    assert quick == [*everything, "-m", "not", "slow"]
+    assert "-m" not in everything
+    assert not [word for word in everything if "--all" in word]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [(("--all", "-x"), ["-x"]), (("tests/a.py", "-k", "b"), ["tests/a.py", "-k", "b"])],
+)
+def test_arguments_go_to_pytest(tmp_path: Path, arguments: tuple[str, ...], given: list[str]) -> None:
+    everything = arguments_of_pytest(tmp_path / "all", "--all") if "--all" in arguments else []
+    assert arguments_of_pytest(tmp_path / "some", *arguments) == [*everything, *given]
+
+
+def test_ci_runs_all_tests_also_those_inside_engines() -> None:
+    commands = (TREE / ".ci" / "run").read_text()
+    assert 'bash "$ci/test" --all\n' in commands
+    assert {'bash "$ci/vllm"', 'bash "$ci/sglang"'} <= set(commands.splitlines())

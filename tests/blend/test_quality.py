@@ -18,7 +18,7 @@ from lwkv.blend import Deviation, NoTokens, QueryAttention, RandomTokens
 from lwkv.cli.demo.blend.trial import Behind, Task, Trial
 from lwkv.reference import load_smollm2
 
-pytestmark = needs_smollm2
+pytestmark = [needs_smollm2, pytest.mark.slow]
 NEEDLES = range(4)
 HOPS = range(4)
 CUTS = range(4)

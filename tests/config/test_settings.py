@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_status import STATUS, USED
+from config.status import STATUS, USED
 
 from lwkv.config.lmcache import LMCACHE_KEYS
 from lwkv.config.messages import allowed_of

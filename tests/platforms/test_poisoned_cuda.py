@@ -20,6 +20,7 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_saves_and_loads_on_the_host_never_ask_torch_cuda() -> None:
     paths = ("engine", "test_steps.py", "connectors/test_buffer.py", "reference/test_connect.py")
     chosen = "comes_back or fails_costs or test_buffer or test_connect or (test_steps and not any_order)"

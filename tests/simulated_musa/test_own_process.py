@@ -42,6 +42,7 @@ PATHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PATHS)
 def test_the_platform_and_what_builds_on_it_work_on_the_simulated_device(
     simulator: ModuleType, part: str

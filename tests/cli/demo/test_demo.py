@@ -350,6 +350,7 @@ def test_what_prompts_share_counts_in_whole_chunks(first: int, second: int, shar
 
 
 @needs_smollm2
+@pytest.mark.slow
 def test_smollm2_answers_from_its_loaded_document(
     platform: Platform, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
