@@ -226,3 +226,4 @@ class HostPool:
             self.slabs = self.slabs._replace(memory=memory, bases=bases)
             self._counts.grow(end - start)
             self.num_pages = end
+            self._end()  # the pool may have been closed meanwhile

@@ -282,6 +282,8 @@ class StorageManager:
         self._counters.add("stores_refused")
         self._counters.add("chunks_refused", len(keys))
         self._throttle.warn("no room for %d chunks in host memory: not stored", len(keys))
+        # Where nothing could be page-locked, no store would ever end and have it tried again.
+        self._grow_ahead(len(keys) * self._num_layers)
 
     def _lock_next_slab(self) -> None:
         # A job for each slab: the next one is not begun once the threads are to end.
@@ -300,6 +302,7 @@ class StorageManager:
             if pages is None:
                 self.lower.settle()  # what has been written can go for the next load
                 self._counters.add("loads_without_memory", len(positions))
+                self._grow_ahead(len(positions))
                 fetch.lacks_memory(positions)
             else:
                 fetch.watch(tier.get(keys, layer, pages), positions, pages)

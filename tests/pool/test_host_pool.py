@@ -345,6 +345,19 @@ def test_a_pool_closed_in_use_keeps_its_memory_until_the_last_release() -> None:
     assert (pool.slabs.memory, pool.references) == ([], 0)
 
 
+def test_a_slab_that_comes_when_the_pool_is_closed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(7, on_demand=False)
+    lock = pool._platform.alloc_pinned
+
+    def close_meanwhile(nbytes: int) -> torch.Tensor:
+        pool.close()
+        return lock(nbytes)
+
+    monkeypatch.setattr(pool._platform, "alloc_pinned", close_meanwhile)
+    pool.lock_slab()
+    assert pool.slabs.memory == []
+
+
 def runs_of(batch: CopyBatch) -> list[tuple[int, int, int]]:
     """(offset in the device buffer, host page, bytes) of each run."""
     pages = batch.slab_of * SPAN + batch.host_offsets // 4096

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from storage.rig import NUM_LAYERS, PAGE_BYTES, keys
+from storage.rig import NUM_LAYERS, PAGE_BYTES, Clock, keys
 
 from lwkv.platforms.cpu import CPU
-from lwkv.pool.host_pool import HostPool
+from lwkv.pool.host_pool import MOST_REST_S, HostPool
 from lwkv.storage import StorageManager
 
 LONG_S = 20.0
@@ -79,4 +79,35 @@ def test_who_waits_for_all_of_it_waits_no_longer_than_said(host: SlowToLock) -> 
     assert not manager.wait_locked(0.01)
     host.let.release(99)
     assert manager.wait_locked(LONG_S)
+    assert manager.close(LONG_S)
+
+
+class ShortOfMemory(CPU):
+    """A host where nothing can be page-locked until other programs give memory back."""
+
+    has_memory = False
+
+    def alloc_pinned(self, nbytes: int) -> torch.Tensor:
+        if not self.has_memory:
+            raise MemoryError("cannot page-lock")
+        return super().alloc_pinned(nbytes)
+
+
+def test_memory_that_could_not_be_locked_at_the_start_is_tried_again_by_what_is_refused() -> None:
+    host, clock = ShortOfMemory(), Clock()
+    pool = HostPool(
+        host, PAGE_BYTES, 6 * NUM_LAYERS * 4096, SLAB_PAGES * 4096, clock=clock, on_demand=False
+    )
+    manager = StorageManager(pool, NUM_LAYERS)
+    manager.lock_memory()
+    assert manager.wait_locked(LONG_S)
+    assert manager.begin_write(keys(1)) is None
+    assert manager.wait_locked(LONG_S)
+    host.has_memory = True
+    clock.now += 2 * MOST_REST_S
+    assert manager.begin_write(keys(1)) is None, "it does not wait for the memory"
+    assert manager.wait_locked(LONG_S)
+    write = manager.begin_write(keys(1))
+    assert write is not None
+    write.abort()
     assert manager.close(LONG_S)
