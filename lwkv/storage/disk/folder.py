@@ -129,9 +129,7 @@ class Folder:
         names = [key + CHUNK_SUFFIX for key in prompt]
         for name in self._uses.unknown(names):
             self.size_of(name.removesuffix(CHUNK_SUFFIX))  # another process may have written it
-        for name, at in self._uses.follow(names, self._clock()).items():
-            with suppress(OSError):
-                os.utime(os.path.join(self.path, name), (at, at))
+        self._note_use(names)
 
     def begin(self, key: str, num_bytes: int) -> Draft:
         """Take space for a chunk's file, removing others if need be, but none of the chunks before it.
@@ -166,7 +164,7 @@ class Folder:
                 os.rename(draft.path, path)
         os.close(draft.file)
         self._uses.add(name, at)
-        self.follow([draft.key])
+        self._note_use([name])
         self._drafts.end(name)
 
     def discard(self, draft: Draft) -> None:
@@ -190,6 +188,12 @@ class Folder:
             log.warning("tier disk: %s cannot be set aside (%s): %s", path, text, error)
         else:
             log.warning("tier disk: %s is set aside as %s: %s", path, bad, text)
+
+    def _note_use(self, names: Sequence[str]) -> None:
+        """Note that these files are used, and set their times for the others; raises nothing."""
+        for name, at in self._uses.follow(names, self._clock()).items():
+            with suppress(OSError):
+                os.utime(os.path.join(self.path, name), (at, at))
 
     def _rename_to_bad(self, lock: FolderLock, path: str, bad: str) -> None:
         bad_path = os.path.join(self.path, bad)
