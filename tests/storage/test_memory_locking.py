@@ -95,9 +95,7 @@ class ShortOfMemory(CPU):
 
 def test_memory_that_could_not_be_locked_at_the_start_is_tried_again_by_what_is_refused() -> None:
     host, clock = ShortOfMemory(), Clock()
-    pool = HostPool(
-        host, PAGE_BYTES, 6 * NUM_LAYERS * 4096, SLAB_PAGES * 4096, clock=clock, on_demand=False
-    )
+    pool = HostPool(host, PAGE_BYTES, 6 * NUM_LAYERS * 4096, SLAB_PAGES * 4096, clock=clock, on_demand=False)
     manager = StorageManager(pool, NUM_LAYERS)
     manager.lock_memory()
     assert manager.wait_locked(LONG_S)
