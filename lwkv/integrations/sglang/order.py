@@ -28,10 +28,18 @@ class Order:
 
     def catch_up(self) -> None:
         """Wait on the device for all that the current stream and the models' stream hold now."""
-        self._platform.wait_stream(self._stream, self._platform.current_stream(self._device))
+        self._wait_for_current()
         if self._forward is not None:
-            self._platform.wait_stream(self._stream, self._forward)
+            self._wait_for_forward()
 
     def use(self) -> AbstractContextManager[None]:
         """Make the stream the current one inside the block."""
         return self._platform.use_stream(self._stream)
+
+    def _wait_for_current(self) -> None:
+        # It makes the slots, and may free and clear them.
+        self._platform.wait_stream(self._stream, self._platform.current_stream(self._device))
+
+    def _wait_for_forward(self) -> None:
+        # The batch before may still read slots that are loaded to, or write pages that are stored.
+        self._platform.wait_stream(self._stream, self._forward)

@@ -39,4 +39,5 @@ def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., Fak
     yield make
     for sglang in made:
         sglang.link.close()
-        sglang.oracle.check()
+        if not sglang.is_spoiled:
+            sglang.oracle.check()

@@ -75,7 +75,7 @@ class FakeSGLang:
         self.pending: list[list[str]] = []
         self.results: list[bool] = []
         self.aborted: list[Prompt] = []
-        self.expects_failure = False
+        self.expects_failure = self.is_spoiled = False
         self._count = 0
 
     def prompt(self, tokens: Sequence[int], salt: str = "") -> Prompt:

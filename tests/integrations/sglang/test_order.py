@@ -1,0 +1,52 @@
+"""Loads and stores come behind what SGLang has queued on both of its streams, and would else be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from integrations.sglang.fake_sglang import FakeSGLang
+from oracle import WrongBytesError
+
+from lwkv.integrations.sglang.order import Order
+from lwkv.platforms import Platform
+
+A = list(range(100, 121))
+
+
+def play(make: Callable[..., FakeSGLang], platform: Platform, own_stream: bool) -> None:
+    """Store, evict and load, with the model on a stream of its own, or all of SGLang on one late stream."""
+    sglang = make(stream=own_stream)
+    sglang.is_spoiled = True
+    if not own_stream:
+        sglang.stream = platform.new_stream(sglang.oracle.device)
+        sglang.stream.late = True
+    with platform.use_stream(
+        sglang.stream if not own_stream else platform.current_stream(sglang.oracle.device)
+    ):
+        for _ in range(2):
+            sglang.run(A)
+            sglang.evict()
+        sglang.run(A)
+    sglang.oracle.check()
+    sglang.is_spoiled = False
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_what_is_stored_and_loaded_is_right(
+    make: Callable[..., FakeSGLang], platform: Platform, own_stream: bool
+) -> None:
+    play(make, platform, own_stream)
+
+
+@pytest.mark.parametrize(("wait", "own_stream"), [("_wait_for_forward", True), ("_wait_for_current", False)])
+def test_without_a_wait_the_bytes_are_wrong(
+    make: Callable[..., FakeSGLang],
+    platform: Platform,
+    monkeypatch: pytest.MonkeyPatch,
+    wait: str,
+    own_stream: bool,
+) -> None:
+    monkeypatch.setattr(Order, wait, lambda self: None)
+    with pytest.raises(WrongBytesError):
+        play(make, platform, own_stream)
