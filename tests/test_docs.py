@@ -33,6 +33,7 @@ HOMES = {
     "BufferedLoader": "lwkv.connectors.buffered_load",
     "InPlaceLoader": "lwkv.connectors.turned_load",
     "StorageManager": "lwkv.storage.manager",
+    "Order": "lwkv.integrations.sglang.order",
 }
 
 
