@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -114,8 +115,11 @@ class BatchStoring:
         Raises what fails on the device. Where that is the wait for its end, it may still write to the pages:
         nobody else gets them.
         """
-        if save is not None:
-            self._saver.end_save(save)
+        with ExitStack() as undo:
+            undo.callback(write.lose)
+            if save is not None:
+                self._saver.end_save(save)
+            undo.pop_all()
         if committed and failure is None:
             write.commit()
             self._context.counters.add("tokens_stored", self._num_tokens)

@@ -158,10 +158,7 @@ class Guard:
 
     def _contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         self._quarantine.let_go()
-        answer = self._tier.contains(keys, self._timeout_s)
-        _check_length("contains", answer, len(keys))
-        _check_told(answer)
-        return [bool(there) for there in answer]
+        return ask_whether_there(self._tier, keys, self._timeout_s)
 
     def _get(self, keys: Sequence[LayerKey], pages: Int64s, buffers: Sequence[torch.Tensor]) -> Int64s:
         self._quarantine.let_go()
@@ -218,6 +215,14 @@ class Guard:
                 _note_on(statuses),
             )
         return outcomes
+
+
+def ask_whether_there(tier: Tier, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
+    """What a tier's `contains` says of each key. Raises TypeError, ValueError for what is no answer."""
+    answer = tier.contains(keys, deadline_s)
+    _check_length("contains", answer, len(keys))
+    _check_told(answer)
+    return [bool(there) for there in answer]
 
 
 def _outcome(status: object) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -93,14 +94,15 @@ class Hold:
             self._released = True
         complete = (self.fetched >= 0).all(axis=0)
         positions = np.flatnonzero(complete & ~self.in_host).tolist()
-        self.promote(
-            [self.found[i] for i in positions], [Chunk(self.fetched[:, i].copy()) for i in positions]
-        )
-        rest = self.fetched[:, ~complete]
-        if (rest >= 0).any():
-            self.give_back(rest[rest >= 0])
-        # Last: what is promoted is of no use without those before it.
-        self.unpin([item.chunk for item in self.found if item.chunk is not None])
+        with ExitStack() as ending:
+            # Last: what is promoted is of no use without those before it.
+            ending.callback(self.unpin, [item.chunk for item in self.found if item.chunk is not None])
+            rest = self.fetched[:, ~complete]
+            if (rest >= 0).any():
+                ending.callback(self.give_back, rest[rest >= 0])
+            self.promote(
+                [self.found[i] for i in positions], [Chunk(self.fetched[:, i].copy()) for i in positions]
+            )
 
     def _chunks_in(self, tier: Guard) -> tuple[Guard, list[ChunkKey], Int64s]:
         positions = [i for i, item in enumerate(self.found) if item.tier is tier]

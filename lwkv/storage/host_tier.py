@@ -47,6 +47,7 @@ class HostTier:
         self._order: PrefixOrder[ChunkKey] = PrefixOrder()
         self._lock = threading.Lock()
         self._closed = False
+        self._pins = 0
         self.evicted = 0
         self.watcher: Watcher | None = None
 
@@ -55,8 +56,8 @@ class HostTier:
 
     @property
     def pins(self) -> int:
-        with self._lock:
-            return sum(chunk.pins for chunk in self._chunks.values())
+        """Of all chunks together; metrics ask for it in every step."""
+        return self._pins
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._lock:
@@ -74,6 +75,7 @@ class HostTier:
             for chunk in found:
                 if chunk is not None:
                     chunk.pins += 1
+                    self._pins += 1
             self._order.use(keys)
             return found
 
@@ -86,6 +88,7 @@ class HostTier:
         with self._lock:
             for chunk in chunks:
                 chunk.pins -= 1
+                self._pins -= 1
             dropped = self._take_unpinned() if self._closed else []
         self._release(dropped)
 

@@ -15,7 +15,7 @@ from lwkv.storage.prompt_part import PromptPart
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Pages taken for chunks that are not visible yet; ends with exactly one of `commit` and `abort`.
+    """Pages taken for chunks that are not visible yet; ends with exactly one of `commit`, `abort` and `lose`.
 
     Nobody else writes the same chunks before that, or before `give_up`. The chunks before them that were here
     stay until the end: `let_go` unpins these.
@@ -54,6 +54,10 @@ class Write:
     def abort(self) -> None:
         """Give the pages back; no device may be writing to them any more."""
         self.release(self.pages.ravel())
+        self.lose()
+
+    def lose(self) -> None:
+        """As `abort`, but nobody gets the pages: a device that failed may still write to them."""
         self.let_go()
         if not self._given_up:
             self.give_up()

@@ -71,3 +71,26 @@ def test_one_that_is_dropped_stores_nothing_and_gives_everything_back_at_once(
     finally:
         gc.enable()
     assert engine.lookup(TOKENS) == 0
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_where_the_wait_for_the_device_fails_nothing_but_the_pages_is_held(
+    oracle: Oracle, committed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(save: object) -> None:
+        raise RuntimeError("the device is lost, says the test")
+
+    with oracle.engine(8) as engine:
+        oracle.compute(TOKENS, FROM)
+        engine.store(TOKENS[:8], slot_mapping=FROM[:8])
+        assert engine.flush()
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.connector.saver, "end_save", fail)
+            storing = engine.storing([Request(TOKENS, FROM)])
+            storing.advance(0)
+            (storing.commit if committed else storing.close)()
+            assert engine.flush()
+        stats = engine.stats()
+        assert (stats["pins"], stats["writes_in_flight"], stats["transfer_errors"]) == (0, 0, 1)
+        assert engine.lookup(TOKENS) == 8
+        assert stats["page_references"] == 3 * LAYERS, "the device may still write to those"

@@ -482,6 +482,28 @@ def test_pages_are_there_again_as_soon_as_their_holder_is_done_without_anyone_as
     assert rig.pool.available == 8 * NUM_LAYERS
 
 
+def test_a_hold_whose_chunks_cannot_be_kept_by_a_nearer_tier_keeps_no_pin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = FaultyTier("near"), FaultyTier("far")
+    rig = Rig(tiers=[near, far])
+    rig.store(1)
+    rig.put_below(far, 2)
+    hold = rig.hold(1, 2)
+    rig.load(hold)
+
+    def refuse(*_: object) -> None:
+        raise KeyError("the guard itself fails, says the test")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(rig.manager.lower.guards[0], "put", refuse)
+        with pytest.raises(KeyError):
+            hold.release()
+    rig.require_rest()
+    assert rig.host.pins == 0
+    rig.end()
+
+
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_tier_that_cannot_be_given_chunks_leaves_them_visible_and_nothing_held(
     broken: int, monkeypatch: pytest.MonkeyPatch

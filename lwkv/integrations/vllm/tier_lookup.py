@@ -13,6 +13,7 @@ from lwkv.integrations.vllm.reports import RankInfo
 from lwkv.keys import ChunkKey
 from lwkv.storage import Tier, TierSetup
 from lwkv.storage.circuit_breaker import CircuitBreaker
+from lwkv.storage.guard import ask_whether_there
 from lwkv.storage.registry import open_tiers
 from lwkv.storage.tier import Ordered
 from lwkv.telemetry.counters import Counters
@@ -33,11 +34,10 @@ class LowerTier:
         self._end = Workers(f"{tier.name}-close", 1)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        call = self._calls.submit(partial(self._tier.contains, keys, ANSWER_S))
+        call = self._calls.submit(partial(ask_whether_there, self._tier, keys, ANSWER_S))
         wait([call], ANSWER_S)
         answered = call.done() and not call.cancelled() and call.exception() is None
-        found = call.result() if answered else []
-        return found if len(found) == len(keys) else [False] * len(keys)
+        return call.result() if answered else [False] * len(keys)
 
     def follow(self, prompt: Sequence[ChunkKey]) -> None:
         if self._ordered is not None:

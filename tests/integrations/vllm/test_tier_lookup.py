@@ -44,8 +44,13 @@ def test_a_chunk_is_there_if_one_of_the_tiers_has_it() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(RuntimeError("down")), Fault(answer=lambda found: found[1:])],
-    ids=["raises", "answers less"],
+    [
+        Fault(RuntimeError("down")),
+        Fault(answer=lambda found: found[1:]),
+        Fault(answer=lambda found: None),
+        Fault(answer=lambda found: ["yes"] * len(found)),
+    ],
+    ids=["raises", "answers less", "answers nothing", "answers something else"],
 )
 def test_a_tier_that_fails_has_nothing(fault: Fault) -> None:
     near, far = holding(1), holding(2)
