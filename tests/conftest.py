@@ -23,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(option, action="store_true", help=text)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tensors of tests are tiny: threads that share them cost ten times what they save."""
+    if not any(config.getoption(option) for option, *_ in IN_ENGINES):
+        torch.set_num_threads(1)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the tests that need a package which is not there in an ordinary run."""
     for option, folder, _ in IN_ENGINES:
