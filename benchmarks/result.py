@@ -10,6 +10,7 @@ import platform as python_platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ class Result:
             "parts": {name: asdict(findings) for name, findings in self.parts.items()},
         }
 
-    def write(self, path: Path) -> None:
+    def write(self, path: str | PathLike[str]) -> None:
         """Write the JSON, whole or not at all."""
+        path = Path(path)
         beside = path.with_suffix(".partial")
         beside.write_text(json.dumps(self.to_json(), indent=2) + "\n")
         beside.replace(path)

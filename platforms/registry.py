@@ -40,6 +40,7 @@ _BUILT_IN = {
 }
 
 _opened: dict[str, Platform] = {}
+_passed_over: set[str] = set()
 _lock = threading.RLock()
 
 
@@ -112,7 +113,8 @@ def _open_named(name: str, source: str = "") -> Platform:
         raise ROCM.error(f"got platform {told} with {build}", advice)
     platform = _open(name)
     if not _ask(_entries()[name], platform.is_available):
-        raise PlatformMissingError(f"platform {told} is not available here: {platform.how_to_get}")
+        remedy = _ask(_entries()[name], lambda: platform.how_to_get)
+        raise PlatformMissingError(f"platform {told} is not available here: {remedy}")
     return platform
 
 
@@ -139,9 +141,20 @@ def _answers(question: Callable[[Platform], T]) -> Iterator[tuple[str, T]]:
         try:
             answer = _ask(entry, lambda name=name: question(_open(name)))  # type: ignore[misc]
         except PlatformMissingError as error:
-            log.warning("a platform is passed over: %s", error)
+            if name not in _passed_over:  # platforms are asked several times
+                _passed_over.add(name)
+                log.warning("a platform is passed over: %s", error)
         else:
             yield name, answer
+
+
+def ask_platform(platform: Platform, question: Callable[[], T]) -> T:
+    """What `question`, which is about `platform`, returns.
+
+    Raises PlatformMissingError where the platform is another package's, and whatever it raised is the cause.
+    """
+    entry = _entries().get(platform.name)
+    return question() if entry is None else _ask(entry, question)
 
 
 def _ask(entry: EntryPoint, question: Callable[[], T]) -> T:

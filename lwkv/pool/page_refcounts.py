@@ -21,8 +21,9 @@ class PageRefcounts:
     """
 
     def __init__(self, span: int) -> None:
+        self._room = np.zeros(1, np.int32)
         # One more than there are pages, always 0: it stands for all numbers that no page has.
-        self._counts = np.zeros(1, np.int32)
+        self._counts = self._room
         self._span = span
         self._next = 0
         self.num_free = 0
@@ -34,7 +35,12 @@ class PageRefcounts:
 
     def grow(self, num_pages: int) -> None:
         """Let there be so many pages more, all free."""
-        self._counts = np.append(self._counts, np.zeros(num_pages, np.int32))
+        length = len(self._counts) + num_pages
+        if length > len(self._room):
+            # Room for twice as many: a pool of many slabs would copy all counts with each of them.
+            self._room = np.zeros(2 * length, np.int32)
+            self._room[: len(self._counts)] = self._counts
+        self._counts = self._room[:length]
         self.num_free += num_pages
 
     def take(self, count: int) -> Int64s:

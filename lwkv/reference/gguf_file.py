@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class GGUFFile:
     Raises ConfigError if there is no such file or the package `gguf` is not installed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | PathLike[str]) -> None:
         self._gguf = require_package("gguf", "reading a GGUF file")
+        path = Path(path)
         if not path.is_file():
             raise ConfigError(f"no GGUF file {path}")
         self._reader = self._gguf.GGUFReader(path)

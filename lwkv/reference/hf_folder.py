@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,13 @@ _NOT_SCALING = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
 
 def load_hf_folder(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: str | PathLike[str], *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Model:
     """Load a model; `dtype` None keeps the one that its embedding is stored in.
 
     Raises ConfigError naming what is missing or not supported.
     """
+    folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"no config.json in {folder}")
@@ -126,7 +128,8 @@ def _rope_scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeSca
 class SafetensorsFolder:
     """The tensors of a folder's safetensors files. Raises ConfigError if there is none, or a shard lacks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        folder = Path(folder)
         self._open = require_package("safetensors", "reading a Hugging Face folder").safe_open
         index = folder / "model.safetensors.index.json"
         if index.is_file():

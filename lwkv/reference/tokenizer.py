@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ class Tokenizer:
         return text
 
 
-def tokenizer_from_folder(folder: Path) -> Tokenizer:
+def tokenizer_from_folder(folder: str | PathLike[str]) -> Tokenizer:
     """Load tokenizer.json of a Hugging Face folder, and the stop tokens its configuration names.
 
     Raises ConfigError if there is none or the package `tokenizers` is not installed.
     """
     tokenizers = require_package("tokenizers", _PURPOSE)
+    folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"no tokenizer.json in {folder}")

@@ -115,6 +115,9 @@ def _takes(tier: object, name: str, arguments: Sequence[str]) -> bool:
     return True
 
 
+WARNING = "warning"
+
+
 @runtime_checkable
 class Gauged(Protocol):
     """What a tier may offer beyond Tier."""
@@ -164,5 +167,5 @@ class TierModule(Protocol):
         """
 
     def examine(self, url: str, config: Config) -> Mapping[str, str]:
-        """Tell `lwkv doctor` how the tier at `url` is: what, and how it is. Raises what does not work:
-        ConfigError, OSError or RuntimeError."""
+        """Tell `lwkv doctor` how the tier at `url` is: what, and how it is. What WARNING has is a warning.
+        Raises what does not work: ConfigError, OSError or RuntimeError."""

@@ -48,6 +48,7 @@ def module(there: bool = True) -> Any:
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No accelerator, no variable, nothing opened yet."""
     monkeypatch.setattr(registry, "_opened", {})
+    monkeypatch.setattr(registry, "_passed_over", set())
     monkeypatch.delenv("LWKV_PLATFORM", raising=False)
     for name in ("musa", "hpu"):
         monkeypatch.delattr(torch, name, raising=False)
@@ -291,6 +292,8 @@ def test_a_broken_package_is_named_and_passed_over_unless_it_is_asked_for(
     text = f"platform 'third' cannot be used: {value} of package 'lwkv-third' raised {BROKEN[value]}"
     assert detect_platform().name == "cpu"
     assert re.search(f"passed over: {text}", caplog.text)
+    assert detect_platform().name == "cpu"
+    assert len(caplog.records) == 1
     with pytest.raises(PlatformMissingError, match=text):
         open_platform("third")
     with pytest.raises(PlatformError, match="no platform for device 'meta'"):
@@ -306,6 +309,21 @@ def test_a_broken_package_is_not_asked_where_another_platform_is_named_or_found(
     assert detect_platform().name == "xpu"
     assert detect_platform("cpu").name == platform_for("cpu").name == "cpu"
     assert caplog.text == ""
+
+
+def test_a_remedy_that_raises_is_the_package_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Speechless(Third):
+        def is_available(self) -> bool:
+            return False
+
+        @property
+        def how_to_get(self) -> str:
+            raise KeyError("no text")
+
+    install(monkeypatch, [("third", "someone:P")], package="lwkv-third")
+    monkeypatch.setitem(sys.modules, "someone", SimpleNamespace(P=Speechless))
+    with pytest.raises(PlatformMissingError, match="of package 'lwkv-third' raised KeyError: 'no text'"):
+        open_platform("third")
 
 
 def test_ctrl_c_in_a_package_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:

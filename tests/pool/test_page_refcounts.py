@@ -132,3 +132,16 @@ def test_pages_that_are_added_are_free() -> None:
     pages.grow(6)
     assert pages.take(5).tolist() == [1, 2, 3, 4, 5]
     assert sorted(pages.take(3).tolist()) == [6, 7, 8]
+
+
+def test_growing_slab_by_slab_copies_all_counts_a_few_times_only() -> None:
+    pages, rooms = PageRefcounts(SPAN), []
+    for _ in range(1000):
+        pages.grow(SPAN)
+        pages.take(SPAN - 1)
+        if not any(pages._room is room for room in rooms):
+            rooms.append(pages._room)
+    assert len(rooms) <= 11
+    assert (pages.num_free, pages.total) == (1000, 1000 * (SPAN - 1))
+    with pytest.raises(ValueError, match="not in use"):
+        pages.release(np.array([1000 * SPAN], np.int64))

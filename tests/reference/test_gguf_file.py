@@ -146,6 +146,6 @@ def test_a_missing_file_and_a_missing_field_are_named(
     write: Write, shape: ModelShape, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"no GGUF file .*nothing.gguf"):
-        GGUFFile(tmp_path / "nothing.gguf")
+        GGUFFile(str(tmp_path / "nothing.gguf"))
     with pytest.raises(ConfigError, match=r"lacks the field 'tokenizer.ggml.tokens'"):
         write(shape).field("tokenizer.ggml.tokens")

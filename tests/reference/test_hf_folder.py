@@ -82,6 +82,7 @@ def test_weights_keep_the_dtype_they_are_stored_in_unless_another_is_asked_for(
         tmp_path, llama_config(shape), {name: tensor.bfloat16() for name, tensor in _tensors(shape).items()}
     )
     assert load_hf_folder(tmp_path).dtype == torch.bfloat16
+    assert load_hf_folder(str(tmp_path)).dtype == torch.bfloat16
     assert load_hf_folder(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 

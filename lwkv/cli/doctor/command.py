@@ -74,20 +74,17 @@ def examine(override: str | None = None) -> Report:
 
 def _examine_settings(report: Report) -> Config | None:
     try:
+        from lwkv.cli.doctor.settings import read_configuration
         from lwkv.config.messages import clipped
-        from lwkv.config.settings import Config
 
-        config = Config.load()
+        config, report.configuration = read_configuration()
     except (ConfigError, ImportError) as error:
         report.faults.append(f"the configuration cannot be used: {error}")
         return None
-    # Names alone: values may have passwords in them.
-    changed = [name for name, of in Config.model_fields.items() if getattr(config, name) != of.get_default()]
     report.settings = {
         "file": clipped(os.environ.get("LWKV_CONFIG_FILE", "")) or "none: LWKV_CONFIG_FILE names no file",
         "layer by layer": "yes" if config.use_layerwise else "no: use_layerwise is off",
         "blending": "yes" if config.enable_blending else "no",
-        "not as by default": ", ".join(changed) or "none",
     }
     return config
 
@@ -119,7 +116,7 @@ def _advice(report: Report) -> Iterator[str]:
         yield f"{foreign}."
     if report.platform == "cpu":
         yield "No accelerator is used: lwkv works on the host, where loads and saves are memory copies."
-    if report.platform and not report.features["blending"]:
+    if report.platform and not report.features.get("blending", True):
         yield f"Blending is not supported on {report.platform}: leave enable_blending off."
     for package, purpose, how in _OPTIONAL:
         wanted = package != "triton" or report.platform not in (None, "cpu")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
 from lwkv.cli.doctor.link import measure_link
 from lwkv.cli.doctor.report import Report
 from lwkv.cli.platform_choice import why_chosen
+from lwkv.errors import PlatformMissingError
 from lwkv.kernels import choose_kernels
 from lwkv.platforms import Platform, detect_platform, open_platform, platform_names
+from lwkv.platforms.registry import ask_platform
 
 
 def examine_platforms(report: Report, override: str | None) -> None:
@@ -21,25 +24,28 @@ def examine_platforms(report: Report, override: str | None) -> None:
         chosen = detect_platform(override)
     except (ValueError, RuntimeError) as error:
         report.faults.append(str(error))
-    else:
-        report.platform, report.why = chosen.name, why_chosen(override)
-        _examine_device(report, chosen)
+        return
+    report.platform, report.why = chosen.name, why_chosen(override)
+    try:
+        ask_platform(chosen, partial(_examine_device, report, chosen))
+    except PlatformMissingError as error:
+        report.faults.append(str(error))
 
 
 def _verdict(name: str) -> str:
     try:
         found = open_platform(name)
+        count = ask_platform(found, found.device_count)
     except (ValueError, RuntimeError) as error:
         return str(error)
-    count = found.device_count()
     return f"available, {count} device{'s' if count > 1 else ''}"
 
 
 def _examine_device(report: Report, platform: Platform) -> None:
+    report.features = asdict(platform.features)
     device = platform.current_device()
     report.device = str(device)
     report.device_free, report.device_total = platform.mem_info(device) or (None, None)
-    report.features = asdict(platform.features)
     try:
         report.kernels = choose_kernels(platform).name
         report.page_locked = _page_lock(platform)

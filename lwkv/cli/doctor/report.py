@@ -12,6 +12,7 @@ class Report:
 
     versions: dict[str, str | None]
     settings: dict[str, str] = field(default_factory=dict)
+    configuration: dict[str, dict[str, str]] = field(default_factory=dict)
     candidates: dict[str, str] = field(default_factory=dict)
     platform: str | None = None
     why: str = ""
@@ -34,6 +35,8 @@ def lines(report: Report) -> Iterator[str]:
     yield from _section("Versions", {name: found or "-" for name, found in report.versions.items()})
     if report.settings:
         yield from _section("Settings", report.settings)
+    if report.configuration:
+        yield from _section("Every setting, and where it comes from", _setting_rows(report.configuration))
     if report.candidates:
         yield from _section("Platforms, in the order they are looked for", report.candidates)
     if report.platform:
@@ -41,7 +44,8 @@ def lines(report: Report) -> Iterator[str]:
             "Used", {"platform": report.platform, "because": report.why, **_device_rows(report)}
         )
         features = {name: "yes" if on else "no" for name, on in report.features.items()}
-        yield from _section(f"What {report.platform} can do", features)
+        if features:
+            yield from _section(f"What {report.platform} can do", features)
     if report.load_speed and report.save_speed:
         kind = "memory copy" if report.platform == "cpu" else "link"
         speeds = {"load": _speed(report.load_speed), "save": _speed(report.save_speed)}
@@ -52,6 +56,11 @@ def lines(report: Report) -> Iterator[str]:
         yield from _section(f"Tier {url}", rows)
     yield from _list("To note", report.advice)
     yield from _list("Faults", report.faults)
+
+
+def _setting_rows(settings: dict[str, dict[str, str]]) -> dict[str, str]:
+    width = max(len(setting["value"]) for setting in settings.values())
+    return {name: f"{setting['value']:{width}}  {setting['source']}" for name, setting in settings.items()}
 
 
 def _device_rows(report: Report) -> dict[str, str]:

@@ -7,6 +7,7 @@ from lwkv.config.secrets import cut
 from lwkv.config.settings import Config
 from lwkv.errors import LwkvError
 from lwkv.storage.registry import examine_tier, tier_urls
+from lwkv.storage.tier import WARNING
 
 
 def examine_tiers(report: Report, config: Config) -> None:
@@ -14,6 +15,10 @@ def examine_tiers(report: Report, config: Config) -> None:
     for url in tier_urls(config):
         shown = cut(url)
         try:
-            report.tiers[shown] = dict(examine_tier(url, config))
+            found = dict(examine_tier(url, config))
         except (LwkvError, OSError, RuntimeError) as error:
             report.faults.append(f"the tier {shown} cannot be used: {error}")
+            continue
+        if (warning := found.pop(WARNING, None)) is not None:
+            report.advice.append(f"{shown}: {warning}")
+        report.tiers[shown] = found

@@ -24,7 +24,7 @@ from lwkv.storage.disk.header_cache import Headers
 from lwkv.storage.disk.io import reads_directly
 from lwkv.storage.disk.reader import DiskReader
 from lwkv.storage.disk.writer import DiskWriter
-from lwkv.storage.tier import Status, TierSetup
+from lwkv.storage.tier import WARNING, Status, TierSetup
 from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
@@ -134,8 +134,10 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
 def examine(url: str, config: Config) -> Mapping[str, str]:
     """Tell how the folder is. Raises ConfigError where it cannot be used."""
     path = _path(url)
-    if not os.path.lexists(path) and os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        return {"folder": path, "files": "none: the folder is made when an engine starts"}
+    parent = os.path.dirname(os.path.abspath(path))
+    if not os.path.lexists(path) and os.path.isdir(parent):
+        found = {"folder": path, "files": "none: the folder is made when an engine starts"}
+        return found | _beyond(parent, 0, config)
     try:
         direct, free = reads_directly(path), os.statvfs(path)
         folder = Folder(path, 1 << 62, direct, Counters())  # nothing is removed
@@ -149,7 +151,20 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
         "access": _access(path),
         "reads and writes": _way(direct),
         "checksums by": checksum_by() + (": the package isal is faster" if checksum_by() == "zlib" else ""),
-    }
+    } | _beyond(path, folder.used_bytes, config)
+
+
+def _beyond(path: str, used: int, config: Config) -> dict[str, str]:
+    """A warning where the file system is full before the limit is reached."""
+    there = os.statvfs(path)
+    room = used + there.f_bavail * there.f_frsize
+    if config.max_disk_bytes <= room:
+        return {}
+    text = (
+        f"max_local_disk_size is {config.max_local_disk_size:g} GiB, but its file system has room for "
+        f"{room / 2**30:.1f} GiB of chunks: lower it, or free space"
+    )
+    return {WARNING: text}
 
 
 def _path(url: str) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from lwkv.cli.doctor import memory as doctor_memory
 from lwkv.cli.doctor.link import measure_link
 from lwkv.cli.main import main
 from lwkv.config.settings import Config
-from lwkv.platforms import Features, Stream
+from lwkv.config.values import ExtraConfig
+from lwkv.platforms import Features, Stream, registry
 from lwkv.platforms.cpu import CPU
 from lwkv.platforms.host_limits import MemoryLimit
 from lwkv.storage.registry import examine_tier
@@ -75,8 +77,58 @@ def test_the_doctor_tells_what_was_read_and_what_it_changes(
     main(["doctor", "--platform", "cpu"])
     shown = capsys.readouterr().out
     assert str(file) in shown
-    (changed,) = [line for line in shown.splitlines() if "not as by default" in line]
-    assert changed.split(maxsplit=4)[4] == "chunk_size, use_layerwise, enable_blending"
+    rows = {
+        line.split()[0]: line.split(maxsplit=2)[1:] for line in shown.splitlines() if len(line.split()) > 2
+    }
+    assert rows["chunk_size"] == ["128", "environment variable LWKV_CHUNK_SIZE=128"]
+    assert rows["use_layerwise"] == ["True", f"file {file}"]
+    assert rows["local_cpu"] == ["True", "default"]
+    assert rows["extra_config.slab_bytes"] == [str(256 << 20), "default"]
+
+
+def test_every_setting_is_told_once_and_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_REMOTE_URL", "nosuch://me:s3cret@host:1/0")
+    monkeypatch.setenv("LWKV_EXTRA_CONFIG", "{slab_bytes: 67108864}")
+    found = doctor.examine("cpu").configuration
+    names = [name for name in Config.model_fields if name != "extra_config"]
+    extras = [f"extra_config.{name}" for name in ExtraConfig.model_fields]
+    assert list(found) == [*names, *extras]
+    assert found["remote_url"] == {
+        "value": "'nosuch://***@host:1'",
+        "source": "environment variable LWKV_REMOTE_URL",
+    }
+    assert found["extra_config.slab_bytes"]["source"].startswith("environment variable LWKV_EXTRA_CONFIG")
+    assert found["extra_config.group_bytes"]["source"] == "default"
+    assert "s3cret" not in str(found)
+
+
+class RaisesCount(Card):
+    def device_count(self) -> int:
+        raise KeyError("count")
+
+
+class RaisesFeatures(Card):
+    @property
+    def features(self) -> Features:  # type: ignore[override]
+        raise KeyError("features")
+
+
+class RaisesDevice(Card):
+    def current_device(self) -> torch.device:
+        raise KeyError("device")
+
+
+@pytest.mark.parametrize("broken", [RaisesCount, RaisesFeatures, RaisesDevice])
+def test_a_platform_of_another_package_that_raises_is_a_line_that_names_the_package(
+    broken: type[Card], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = EntryPoint("card", "someone:P", registry.GROUP)
+    vars(entry).update(dist=SimpleNamespace(name="lwkv-card"))
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.GROUP else [])
+    monkeypatch.setattr(registry, "_opened", {})
+    monkeypatch.setitem(sys.modules, "someone", SimpleNamespace(P=broken))
+    assert main(["doctor", "--platform", "card"]) == (broken is not RaisesCount)
+    assert "of package 'lwkv-card' raised KeyError: '" in capsys.readouterr().out
 
 
 def test_json_holds_the_same_findings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +277,20 @@ def test_the_tiers_that_the_settings_name_are_looked_at(
     shown = capsys.readouterr().out
     assert f"Tier file://{tmp_path}" in shown
     assert "0.00 of 2 GiB" in shown
+
+
+@pytest.mark.parametrize("folder", ["", "missing"])
+def test_a_limit_beyond_the_disk_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str
+) -> None:
+    use_disk(monkeypatch, tmp_path / folder)
+    assert not any("max_local_disk_size" in line for line in doctor.examine("cpu").advice)
+    monkeypatch.setenv("LWKV_MAX_LOCAL_DISK_SIZE", "1000000")
+    report = doctor.examine("cpu")
+    assert report.faults == []
+    (line,) = [line for line in report.advice if "max_local_disk_size is 1e+06 GiB" in line]
+    assert "has room for" in line
+    assert all("warning" not in rows for rows in report.tiers.values())
 
 
 def test_a_tier_that_cannot_be_used_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
