@@ -76,7 +76,7 @@ class CacheLink:
         Pages of lower tiers are asked for in the background, and offered when they are in host memory.
         """
         hashes = transfers[0].keys
-        if not hashes:
+        if not hashes or not self._loads.may_offer:
             return []
         promise = self._promises.promise(rid, self.namespace, hashes)
         length = len(promise.keys)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lwkv.engine import CacheEngine
@@ -16,6 +18,8 @@ from lwkv.telemetry.log_throttle import LogThrottle
 log = logging.getLogger(__name__)
 
 NO_BATCH = -1
+REST_S = 30.0
+"""Seconds without promises after a load has failed: requests are then computed, and answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,16 @@ class Loads:
         order: for loads alone.
     """
 
-    def __init__(self, engine: CacheEngine, promises: Promises, num_layers: int, order: Order) -> None:
+    def __init__(
+        self,
+        engine: CacheEngine,
+        promises: Promises,
+        num_layers: int,
+        order: Order,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._rest_until = -math.inf
         self._engine = engine
         self._promises = promises
         self._num_layers = num_layers
@@ -59,6 +72,11 @@ class Loads:
         self._idle: list[LayerSteps] = []
         self._last = NO_BATCH
         self._throttle = LogThrottle(log)
+
+    @property
+    def may_offer(self) -> bool:
+        """Whether loads may be promised: not for a while after one has failed, which fails its requests."""
+        return self._clock() >= self._rest_until
 
     def queue(self, rid: str, promise: Promise | None, request: KeyedChunks) -> None:
         """Take a load for the next batch, with the pins of its promise, in place of one before."""
@@ -107,23 +125,34 @@ class Loads:
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
-        masks = batch.steps.wait_for_save().loaded
-        self._idle.append(batch.steps)
+        loaded = self._end(batch)
         if batch.waited_for < self._num_layers:
+            self._rest_until = math.inf
             self._throttle.warn(
                 "the model waited for %d of %d layers of a load: its attention does not ask SGLang's pool "
-                "for every layer, so lwkv cannot be used with it; these requests fail",
+                "for every layer. These requests fail, and from now on nothing is loaded",
                 *(batch.waited_for, self._num_layers),
             )
             return False
-        return batch.is_whole and all(bool(mask.all()) for mask in masks)
+        if batch.is_whole and loaded:
+            return True
+        self._rest_until = self._clock() + REST_S
+        self._throttle.warn("a load failed: its requests fail, and nothing is offered for %d s", REST_S)
+        return False
 
     def clear(self) -> None:
         """Give up what is queued, and end the batches under way."""
         self._unpin([*self._queued.values()])
         self._queued = {}
-        for number in [*self._batches]:
-            self.finish(number)
+        batches, self._batches = self._batches, {}
+        for batch in batches.values():
+            self._end(batch)
+
+    def _end(self, batch: Batch) -> bool:
+        """Order what comes next behind a batch: whether all of it was queued."""
+        masks = batch.steps.wait_for_save().loaded
+        self._idle.append(batch.steps)
+        return all(bool(mask.all()) for mask in masks)
 
     def _unpin(self, loads: Sequence[QueuedLoad]) -> None:
         for load in loads:

@@ -11,6 +11,7 @@ import torch
 from integrations.sglang.fake_sglang import FakeSGLang, Transfer, hashes_of
 from oracle import MemoryTier, held_completions, require_rest
 
+from lwkv.integrations.sglang.loads import REST_S
 from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.platforms import CopyBatch
 from lwkv.storage import Status
@@ -113,8 +114,8 @@ def test_the_host_never_waits_for_the_device_around_a_forward_pass(make: Make) -
     assert sglang.aborted == []
 
 
-def test_a_model_that_does_not_wait_for_every_layer_is_not_believed(
-    make: Make, caplog: pytest.LogCaptureFixture
+def test_a_model_that_does_not_wait_for_every_layer_is_not_believed_and_nothing_is_offered_any_more(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sglang = make()
     sglang.run(A)
@@ -126,6 +127,33 @@ def test_a_model_that_does_not_wait_for_every_layer_is_not_believed(
     sglang.forward([prompt], waits=0)
     assert sglang.aborted == [prompt]
     assert "waited for 0 of 3 layers" in caplog.text
+    monkeypatch.setattr(sglang.link._loads, "_clock", lambda: 1e9)
+    (computed,) = sglang.run(A)
+    assert computed.from_host == 0
+
+
+def test_after_a_load_that_the_device_fails_prompts_are_computed_for_a_while(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglang = make()
+    sglang.run(A)
+    sglang.evict()
+    prompt = sglang.prompt(A)
+    sglang.match(prompt)
+    sglang.admit(prompt)
+    sglang.expects_failure = True
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang.engine.connector.loader, "load_layer", fail)
+        sglang.forward([prompt])
+    sglang.expects_failure = False
+    assert sglang.aborted == [prompt]
+    (computed,) = sglang.run(A)
+    assert computed.from_host == 0
+    sglang.evict()
+    now = sglang.link._loads._clock()
+    monkeypatch.setattr(sglang.link._loads, "_clock", lambda: now + REST_S)
+    (loaded,) = sglang.run(A)
+    assert loaded.from_host == 5
 
 
 def test_a_replayed_graph_waits_for_the_last_layer_alone(make: Make) -> None:
@@ -263,6 +291,22 @@ def test_a_reset_waits_for_what_is_read(make: Make) -> None:
     sglang.link.reset()
     require_rest(sglang.engine)
     assert sglang.link.num_completed_offloads() == 0
+
+
+def test_a_reset_ends_a_batch_whose_model_never_ran_and_goes_on_offering(make: Make) -> None:
+    sglang = make(forgets=False)
+    sglang.run(A)
+    sglang.evict()
+    prompt = sglang.prompt(A)
+    sglang.match(prompt)
+    sglang.admit(prompt)
+    index = sglang.link.start_layer_wise_loading()
+    sglang.link.reset()
+    require_rest(sglang.engine)
+    sglang._abort(prompt)
+    assert sglang.link.finish_layer_wise_loading(index)
+    (loaded,) = sglang.run(A)
+    assert loaded.from_host == 5
 
 
 def test_offloads_complete_in_their_order(make: Make) -> None:
@@ -403,6 +447,10 @@ def counted(sglang: FakeSGLang, method: str) -> Iterator[list[Any]]:
 
 def num_bytes(calls: list[Any]) -> int:
     return sum(int(batch.sizes.sum()) for call in calls for batch in call if isinstance(batch, CopyBatch))
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("the device fails")
 
 
 def refused(name: str) -> Callable[..., Any]:
