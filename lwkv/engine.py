@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from lwkv.background.completion_thread import CompletionThread
+from lwkv.codecs import PageCheck
 from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.config.settings import Config
 from lwkv.connectors import CreateGPUConnector, LayoutHints, PagedConnector
@@ -117,6 +118,7 @@ class CacheEngine:
             use_device=use_device,
             keep_in_host=config.local_cpu,
             write_back=config.write_policy == "write_back",
+            check=PageCheck(connector.codec, connector.layers, self._pool).whole,
         )
         self.tier_names = self._storage.tier_names
         self._closed = self._ended = False
@@ -368,6 +370,7 @@ class CacheEngine:
         return (
             f"moves KV {mode}: platform {self.connector.platform.name}, "
             f"{self.connector.name} connector, {self.connector.kernels.name} kernels, "
+            f"{self.connector.codec.name} pages, "
             f"{self.num_layers} layers; tiers: {', '.join(self.tier_names)}; host memory: at most "
             f"{self._pool.capacity_bytes / 2**30:.2f} GiB for {self._storage.most_chunks} chunks of "
             f"{self.config.chunk_size} tokens"

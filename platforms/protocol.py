@@ -31,6 +31,7 @@ class Features:
     event_timing: bool = False
     triton: bool = False
     stream_priority: bool = False
+    lossless_pages: bool = False  # coded pages were measured to load and save at least as fast as raw ones
 
 
 class CopyBatch(NamedTuple):

@@ -23,6 +23,7 @@ ORDER: list[set[str]] = [
     {"engine"},
     {"pipeline"},
     {"connectors", "storage"},
+    {"codecs"},
     {"kernels", "pool", "request"},
     {"layouts"},
     {"transfer"},

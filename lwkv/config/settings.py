@@ -36,6 +36,7 @@ from lwkv.config.values import (
     ExtraConfig,
     Flag,
     GiB,
+    PageCodecName,
     Ratios,
     RemoteURL,
     Seconds,
@@ -75,6 +76,11 @@ class Config(BaseSettings):
         "write_through",
         description="When lower tiers get a chunk: write_through at once, write_back when half of host "
         "memory is full of chunks that they lack, and at flush and close.",
+    )
+    page_codec: PageCodecName = Field(
+        "auto",
+        description="How pages are kept: raw; lossless, bfloat16 in about 0.77 of its bytes, which come back "
+        "bit for bit; auto takes lossless where that was measured to be at least as fast.",
     )
     use_layerwise: Flag = Field(False, description="Load and save layer by layer while the model computes.")
     enable_blending: Flag = Field(

@@ -131,6 +131,7 @@ RemoteURL = Annotated[
 WritePolicy = Annotated[
     Literal["write_through", "write_back"], Allowed("text", "write_through or write_back")
 ]
+PageCodecName = Annotated[Literal["auto", "raw", "lossless"], Allowed("text", "auto, raw or lossless")]
 CheckLayers = Annotated[
     _Layers | None,
     BeforeValidator(_as_tuple),

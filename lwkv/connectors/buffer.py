@@ -51,7 +51,8 @@ class BufferConnector(PagedConnector):
         del self.in_place
 
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
-        """Raise LayoutError for opaque blocks, and for layers of different shapes."""
+        """Raise LayoutError for opaque blocks, and for layers of different shapes; choose the codec."""
+        super()._check_layers(layers)
         first = layers[0]
         for layer in layers:
             if layer.tokens_per_row != 1 or _shape(layer) != _shape(first):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from lwkv.codecs import Coder, Coding
 from lwkv.kernels import Kernels, StagedLayers
 from lwkv.platforms import Event, Platform
 
@@ -35,6 +37,11 @@ class Lane:
         kernels: what fills or empties the buffers on the device's side.
         num_buffers, buffer_bytes: how much staging; two buffers let a copy run beside a kernel.
         loads: whether it is for loads.
+        raw_bytes: how much memory for raw pages, where those in staging are coded.
+
+    Attributes:
+        raw_pages: uint8 (raw_bytes,), the kernels stream's own: what it has decoded of one buffer, or is to
+            code next.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class Lane:
         num_buffers: int,
         buffer_bytes: int,
         loads: bool,
+        raw_bytes: int = 0,
     ) -> None:
         self._platform, self._loads = platform, loads
         self._move, self._takes_handles = partial(kernels.move_layers, loads), kernels.takes_handles
@@ -55,6 +63,7 @@ class Lane:
         streams = (self.copies, self.kernels)
         self._filler, self._emptier = streams if loads else reversed(streams)
         self.buffers = [self._new_buffer(device, buffer_bytes) for _ in range(num_buffers)]
+        self.raw_pages = _new_memory(device, raw_bytes)
         # Of loads that have ended, for the next ones.
         self.spare_events: list[Event] = []
         self._turn = 0
@@ -81,6 +90,18 @@ class Lane:
             # To make the stream the current one and back takes longer than the launch.
             self._move(staged, handle)
 
+    def decode(self, staging: torch.Tensor, coding: Coding) -> None:
+        """Queue what makes `raw_pages` of those in a staging buffer that has been passed on."""
+        self._code(coding.coder, partial(coding.coder.decode, staging, self.raw_pages, coding.num_pages))
+
+    def encode(self, staging: torch.Tensor, coding: Coding) -> None:
+        """Queue what makes pages in a staging buffer of `raw_pages`."""
+        self._code(coding.coder, partial(coding.coder.encode, self.raw_pages, staging, coding.num_pages))
+
+    def clear(self) -> None:
+        """Queue zeros for `raw_pages`: what was there before is not to be coded with what is written next."""
+        self._platform.launch(self.kernels, self._clear)
+
     def mark_filled(self, buffer: StagingBuffer) -> None:
         """Take the buffer as full once all that the filling stream holds now is done."""
         self._platform.record(buffer.filled, self._filler)
@@ -100,6 +121,17 @@ class Lane:
         self._platform.synchronize_stream(self.copies)
         self._platform.synchronize_stream(self.kernels)
 
+    @torch.inference_mode()
+    def _clear(self) -> None:
+        self.raw_pages.zero_()
+
+    def _code(self, coder: Coder, work: Callable[..., None]) -> None:
+        handle = self._platform.launch_handle(self.kernels) if coder.takes_handles else None
+        if handle is None:
+            self._platform.launch(self.kernels, work)
+        else:
+            work(handle=handle)
+
     def _wait_for_allocator(self, device: torch.device) -> None:
         # Memory is handed out on the current stream, which may still use it for what had it before.
         self._platform.wait_stream(self._filler, self._platform.current_stream(device))
@@ -110,8 +142,12 @@ class Lane:
         else:
             self._platform.d2h_fence(self.copies, buffer.emptied, self._filler)
 
-    # Whoever fills it may be in inference mode or not; an inference tensor takes the first only.
-    @torch.inference_mode(False)
     def _new_buffer(self, device: torch.device, num_bytes: int) -> StagingBuffer:
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        memory = _new_memory(device, num_bytes)
         return StagingBuffer(memory, self._platform.new_event(), self._platform.new_event())
+
+
+# Whoever fills it may be in inference mode or not; an inference tensor takes the first only.
+@torch.inference_mode(False)
+def _new_memory(device: torch.device, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

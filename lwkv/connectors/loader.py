@@ -107,7 +107,11 @@ class Loader(ABC, Generic[LoadT]):
                 buffer = self._fill(load, layers, number, targets[0], pages)
             lane.pass_on(buffer)
             if piece.first_row < piece.last_row:
-                self._scatter(load, targets, buffer.memory, piece)
+                staging = buffer.memory
+                if load.plan.is_coded:
+                    lane.decode(staging, load.plan.coding(targets, number))
+                    staging = lane.raw_pages
+                self._scatter(load, targets, staging, piece)
             lane.take_back(buffer)
         self._mark_arrived(load, layers)
 
@@ -156,10 +160,7 @@ class Loader(ABC, Generic[LoadT]):
     def _scatter(
         self, load: LoadT, targets: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice
     ) -> None:
-        """Queue what turns the pages in a staging buffer into rows of `targets`, for a slice that has rows.
-
-        All that comes before moves pages as they are; only this knows what is in them.
-        """
+        """Queue what turns raw pages in `staging` into rows of `targets`, for a slice that has rows."""
         load.lane.move(load.plan.staged(targets, staging, piece.rows))
 
     def _fill_ahead(self, load: LoadT, pages: Int64s) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from lwkv.codecs import Coder, PageCodec, choose_codec
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Loader, PagedLoader
 from lwkv.connectors.saver import Saver
 from lwkv.connectors.transfer_plan import Plans
 from lwkv.errors import ConfigError
 from lwkv.kernels import Rows, StagedLayers, choose_kernels
+from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.layouts.registered_caches import Caches
 from lwkv.pool.host_pool import HostPool
 from lwkv.telemetry.timeline import Timeline
@@ -28,12 +31,14 @@ class PagedConnector(Caches):
     time may use the loader and the saver; only what leaves and ends batches may come from another meanwhile.
 
     Attributes:
+        codec: what makes pages of the layers; since `register`.
         kernels: since `start`, as is all that follows.
         loader: what brings pages to the caches; until `stop`, as is the saver.
         saver: what takes them from there.
     """
 
     name = "paged"
+    codec: PageCodec
     loader: Loader[Any]
     saver: Saver
     _running = False
@@ -54,9 +59,11 @@ class PagedConnector(Caches):
             )
         config, buffer_bytes = self._config, self._buffer_bytes()
         chunks_per_slice = buffer_bytes // self.page_bytes
-        plans = Plans(self.platform, self.layers, pool, config.chunk_size, chunks_per_slice)
+        plans = Plans(self.platform, self.layers, pool, self.codec, config.chunk_size, chunks_per_slice)
         self.kernels = choose_kernels(self.platform)
+        raw_bytes = chunks_per_slice * self._raw_page_bytes()
         lane = partial(Lane, self.platform, self.device, self.kernels, config.staging_buffers, buffer_bytes)
+        lane = partial(lane, raw_bytes=raw_bytes)
         timeline = timeline or Timeline(self.platform, self.device, on=False)
         self.loader = self._new_loader(plans, lane(loads=True), timeline)
         self.saver = Saver(plans, lane(loads=False), timeline, config.group_bytes, self.page_bytes)
@@ -76,18 +83,42 @@ class PagedConnector(Caches):
     def _new_loader(self, plans: Plans, lane: Lane, timeline: Timeline) -> Loader[Any]:
         return PagedLoader(plans, lane, timeline, self._config.lookahead_layers)
 
+    def page_kind(self, layer: PagedLayer) -> str:
+        return self.codec.page_kind(layer)
+
+    def page_bytes_of(self, layer: PagedLayer) -> int:
+        return self.codec.page_bytes(layer)
+
+    def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
+        """Choose the codec."""
+        config = self._config
+        self.codec = choose_codec(config.page_codec, self.platform, layers, config.chunk_size)
+
+    def _coders(self) -> list[Coder]:
+        """One for each form of pages; none where pages are raw."""
+        coders = {id(coder): coder for coder in map(self.codec.coder, self.layers) if coder is not None}
+        return list(coders.values())
+
+    def _raw_page_bytes(self) -> int:
+        """Bytes of the largest raw page that is decoded or coded; 0 where none is."""
+        return max((coder.raw_bytes for coder in self._coders()), default=0)
+
     def _buffer_bytes(self) -> int:
         buffers = 2 * self._config.staging_buffers  # for loads and for saves
+        # What coded pages are decoded to, or coded from, is staging too.
+        per_page = buffers * self.page_bytes + 2 * self._raw_page_bytes()
         _, total = self.platform.mem_info(self.device) or (0, 0)
         wanted = self._config.staging_bytes
         if wanted is None:
             wanted = min(max(total // STAGING_SHARE, LEAST_STAGING), MOST_STAGING)
-        elif 0 < wanted < (least := buffers * self.page_bytes):
+        elif 0 < wanted < per_page:
+            decoded = f", {self._raw_page_bytes()} decoded" if self.codec.is_coded else ""
             raise ConfigError(
-                f"extra_config.staging_bytes: got {wanted}; allowed: null, or {least} and more: {buffers} "
-                f"buffers of one page each, and a page has {self.page_bytes} bytes. Or lower chunk_size"
+                f"extra_config.staging_bytes: got {wanted}; allowed: null, or {per_page} and more: {buffers} "
+                f"buffers of one page each, and a page has {self.page_bytes} bytes{decoded}. "
+                "Or lower chunk_size"
             )
-        size = max(self.page_bytes, wanted // buffers)
+        size = max(self.page_bytes, wanted * self.page_bytes // per_page)
         size = -(-size // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
         if total and buffers * size > total:
             raise ConfigError(
@@ -99,6 +130,8 @@ class PagedConnector(Caches):
 
     def _compile(self, plans: Plans) -> None:
         """Launch every kernel without rows, so that no request finds one that is not compiled."""
+        for coder in self._coders():
+            coder.prepare(self.loader.lane.buffers[0].memory)
         rows, groups = self._no_rows(), [[layer] for layer in self.layers]
         if plans.slice_shape.may_share:
             self.kernels.prepare(self.layers)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from lwkv.codecs.page_codec import Flags
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.transfer_plan import Plan, Plans, Slice
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Event, Int64s, Stream
+from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.timeline import Timeline
 from lwkv.transfer import Transfer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +66,8 @@ class Saver:
         self._platform, self._device, self._layers = plans.platform, plans.device, plans.layers
         self._timeline = timeline
         self._pages_per_group = group_bytes // page_bytes
+        self._check = plans.page_check()
+        self._throttle = LogThrottle(log, time.monotonic)
 
     def begin_save(self, transfer: Transfer, pages: Int64s, sync: bool = True) -> Save:
         """Start a batch of saves from the slots of `transfer`, none of which may be NO_SLOT.
@@ -112,6 +120,22 @@ class Saver:
         self._wait_for_copies(save)
         save.plan.uploads.give_back()
 
+    def whole_chunks(self, save: Save) -> Flags:
+        """For a batch that has ended, whose layers were all saved: which chunks are good, bool (chunks,).
+
+        A codec cannot code every page; that is known when its bytes are in host memory. Such chunks are not.
+        """
+        whole = self._check.whole_chunks(save.pages)
+        if not whole.all():
+            self._throttle.warn(
+                "%d of %d chunks are not stored: the KV of a layer does not shrink, as page_codec=%s needs; "
+                "if this goes on, set page_codec to raw",
+                int((~whole).sum()),
+                len(whole),
+                self._plans.codec.name,
+            )
+        return whole
+
     def _queue_save(self, save: Save, layers: range) -> None:
         """Queue layers that share a staging buffer."""
         lane, pages = save.lane, save.pages[layers.start]
@@ -119,7 +143,10 @@ class Saver:
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
         for number, piece in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
-            self._gather(save, sources, buffer.memory, piece)
+            if save.plan.is_coded:
+                self._gather_coded(save, sources, buffer.memory, number, piece)
+            else:
+                self._gather(save, sources, buffer.memory, piece)
             lane.mark_filled(buffer)
             self._mark_before(save)
             save.last = buffer
@@ -130,11 +157,18 @@ class Saver:
             recording.end(lane.copies)
 
     def _gather(self, save: Save, sources: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice) -> None:
-        """Queue what turns a slice's rows of `sources` into pages in a staging buffer.
-
-        All that comes after moves pages as they are.
-        """
+        """Queue what turns a slice's rows of `sources` into raw pages in `staging`."""
         save.lane.move(save.plan.staged(sources, staging, piece.rows))
+
+    def _gather_coded(
+        self, save: Save, sources: Sequence[PagedLayer], staging: torch.Tensor, number: int, piece: Slice
+    ) -> None:
+        """The same of slice `number`, and what codes these pages into a staging buffer."""
+        lane, coding = save.lane, save.plan.coding(sources, number)
+        if coding.has_gaps:
+            lane.clear()
+        self._gather(save, sources, lane.raw_pages, piece)
+        lane.encode(staging, coding)
 
     def _mark_before(self, save: Save) -> None:
         """Record that all copies queued so far are done. The event is this batch's own: see `Lane`."""

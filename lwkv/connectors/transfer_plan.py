@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lwkv.codecs import Coding, PageCheck, PageCodec
 from lwkv.connectors.row_tables import RowTables, Table
 from lwkv.kernels import Rows, StagedLayers
 from lwkv.layouts.paged_layer import PagedLayer
@@ -44,7 +45,7 @@ class SliceShape:
     Attributes:
         shape: of all pages, if rows of all layers are of one size, too; else None.
         may_share: whether several layers may share a staging buffer: they differ only in where they are.
-        shared_page_bytes: bytes of a full page of such layers, in host memory and in staging.
+        shared_page_bytes: bytes of a full raw page of such layers.
         full_rows: for each shape of pages, where K and V rows of full chunks lie in a staging buffer full of
             them: int64 (2, rows), on the device. The same for every request.
     """
@@ -74,6 +75,7 @@ class Plan:
 
     Attributes:
         num_slices: slices of every layer.
+        is_coded: whether pages have to be decoded and coded on the device.
         layers_per_buffer: how many may share a staging buffer: 1 unless all pages are known and layers alike.
 
     Args:
@@ -86,13 +88,16 @@ class Plan:
         transfer: Transfer,
         uploads: RowTables,
         pool: HostPool,
+        codec: PageCodec,
         cut: SliceShape,
         pages: Int64s | None = None,
     ) -> None:
         self.transfer = transfer
         self.uploads = uploads
         self._pool = pool
+        self._codec = codec
         self._slice_shape = cut
+        self.is_coded = codec.is_coded
         self._known = pages if cut.shape else None
         self.num_slices = -(-transfer.num_chunks // cut.chunks_per_slice)
         self.layers_per_buffer = 1 if self._known is None else cut.layers_per_buffer(transfer.num_chunks)
@@ -104,7 +109,7 @@ class Plan:
 
     def only(self, chunks: npt.NDArray[np.bool_]) -> Plan:
         """The same without the chunks that are False, bool (chunks,)."""
-        return Plan(self.transfer.only(chunks), self.uploads, self._pool, self._slice_shape)
+        return Plan(self.transfer.only(chunks), self.uploads, self._pool, self._codec, self._slice_shape)
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""
@@ -115,8 +120,17 @@ class Plan:
         return self._slices[shape]
 
     def staged(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> StagedLayers:
-        """What is moved of layers that lie in one staging buffer, page behind page."""
+        """What is moved of layers whose raw pages lie in `staging`, page behind page."""
         return StagedLayers(layers, staging, self._layer_bytes, rows)
+
+    def coding(self, layers: Sequence[PagedLayer], number: int) -> Coding:
+        """How slice `number` of layers that share a staging buffer is coded, for pages that are."""
+        coder = self._codec.coder(layers[0])
+        if coder is None:
+            raise ValueError(f"pages of layer {layers[0].name!r} are raw: there is nothing to code")
+        tokens = self.transfer.chunk_tokens[self._chunks(number)]
+        has_gaps = bool((tokens != self._slice_shape.chunk_size).any())
+        return Coding(coder, len(layers) * len(tokens), has_gaps)
 
     def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
         """The copies of slice `number` of layers like `layer` that share a buffer.
@@ -134,11 +148,14 @@ class Plan:
 
     def _make_copies(self, number: int, layer: PagedLayer, pages: Int64s) -> PageCopies:
         """Those of slice `number` of layers that are all like `layer`; `pages` is int64 (layers, chunks)."""
-        cut = self._slice_shape
-        start = number * cut.chunks_per_slice
-        chunks, page_bytes = slice(start, start + cut.chunks_per_slice), layer.page_bytes(cut.chunk_size)
-        sizes = self.transfer.chunk_tokens[chunks] * page_bytes // cut.chunk_size
-        return PageCopies(self._pool.slabs, pages[:, chunks], sizes, page_bytes)
+        chunks = self._chunks(number)
+        sizes = self._codec.copied_bytes(layer, self.transfer.chunk_tokens[chunks])
+        return PageCopies(self._pool.slabs, pages[:, chunks], sizes, self._codec.page_bytes(layer))
+
+    def _chunks(self, number: int) -> slice:
+        """The chunks of slice `number`."""
+        start = number * self._slice_shape.chunks_per_slice
+        return slice(start, start + self._slice_shape.chunks_per_slice)
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots, full = self.transfer.row_slots(shape.tokens_per_row), self._slice_shape.full_rows[shape]
@@ -154,7 +171,7 @@ class Plan:
 
 
 class Plans:
-    """Makes the plans of transfers between pages of a pool and the rows of these layers.
+    """Makes the plans of transfers between pages of a pool, made by a codec, and the rows of these layers.
 
     Args:
         chunks_per_slice: full pages in a staging buffer.
@@ -168,12 +185,14 @@ class Plans:
         platform: Platform,
         layers: Sequence[PagedLayer],
         pool: HostPool,
+        codec: PageCodec,
         chunk_size: int,
         chunks_per_slice: int,
     ) -> None:
         self.platform = platform
         self.layers = layers
         self.device = layers[0].device
+        self.codec = codec
         self.slice_shape = SliceShape(layers, chunk_size, chunks_per_slice)
         self.spare: dict[int, list[Table]] = {}
         self._pool = pool
@@ -181,4 +200,8 @@ class Plans:
     def make(self, transfer: Transfer, stream: Stream, pages: Int64s | None = None) -> Plan:
         """Plan `transfer`; its tables go to the device on `stream`. `pages` as Plan's."""
         uploads = RowTables(self.platform, self.device, stream, self.spare)
-        return Plan(transfer, uploads, self._pool, self.slice_shape, pages)
+        return Plan(transfer, uploads, self._pool, self.codec, self.slice_shape, pages)
+
+    def page_check(self) -> PageCheck:
+        """What tells whether pages of these layers can be decoded."""
+        return PageCheck(self.codec, self.layers, self._pool)

@@ -85,6 +85,12 @@ class PagedLayer:
     def parts(self) -> int:
         return 1 if self.v is None else 2
 
+    @property
+    def page_kind(self) -> str:
+        """What the bytes of a page are, in words that enter keys."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.page_format}:{dtype}:{self.parts}x{self.row_bytes}"
+
     @cached_property
     def num_rows(self) -> int:
         """Rows that can be addressed, 0 up to this number."""

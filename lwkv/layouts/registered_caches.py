@@ -30,6 +30,7 @@ class Caches:
         layers: those that are moved, `num_layers` on one `device`; one whose KV another has too is left out.
         num_slots: slots that every layer has.
         page_bytes: bytes of the largest layer's page.
+        page_format: what the bytes of the pages are, layer by layer: part of every key.
         tokens_per_row: tokens that can only be moved together: 1, or a block where blocks are opaque.
         layer_of: the index in `layers` of every entry that was registered, by its name and by its position.
     """
@@ -43,12 +44,6 @@ class Caches:
         self._config = config
         self._describe = describe
         self._seen: list[Tensor] = []
-
-    @property
-    def page_format(self) -> str:
-        """What the bytes of the pages are, layer by layer: part of every key."""
-        kinds = [_page_kind(layer) for layer in self.layers]
-        return ",".join(f"{kind}*{len(list(same))}" for kind, same in groupby(kinds))
 
     def register(self, kvcaches: Registration) -> None:
         """Describe what the engine registers; the same again is fine, and the very same tensors cost little.
@@ -70,7 +65,9 @@ class Caches:
             )
         if not self.layers:
             self._check_layers(layers)
-            self.page_bytes = max(layer.page_bytes(self._config.chunk_size) for layer in layers)
+            self.page_bytes = max(map(self.page_bytes_of, layers))
+            kinds = groupby(map(self.page_kind, layers))
+            self.page_format = ",".join(f"{kind}*{len(list(same))}" for kind, same in kinds)
             self.tokens_per_row = max(layer.tokens_per_row for layer in layers)
             self.layers, self.layer_of = layers, number_layers(kvcaches)
             self.num_layers, self.device = len(layers), layers[0].device
@@ -80,18 +77,22 @@ class Caches:
         # The tensors, not what holds them: that may be filled anew.
         self._seen = tensors
 
+    def page_kind(self, layer: PagedLayer) -> str:
+        """What the bytes of a layer's pages are: part of every key."""
+        return layer.page_kind
+
+    def page_bytes_of(self, layer: PagedLayer) -> int:
+        """Bytes of the page of a full chunk."""
+        return layer.page_bytes(self._config.chunk_size)
+
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
-        """For connectors that cannot move any layer: raise LayoutError."""
+        """Look at the layers before any other method does; raise LayoutError or ConfigError for those that
+        cannot be moved."""
 
 
 def device_of(kvcaches: Registration) -> torch.device | None:
     """Where the first tensor of what is to be registered is; None if there is none."""
     return next((t.device for t in _tensors(kvcaches) if isinstance(t, Tensor)), None)
-
-
-def _page_kind(layer: PagedLayer) -> str:
-    dtype = str(layer.dtype).removeprefix("torch.")
-    return f"{layer.page_format}:{dtype}:{layer.parts}x{layer.row_bytes}"
 
 
 def _places(layer: PagedLayer) -> list[object]:

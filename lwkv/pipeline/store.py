@@ -36,7 +36,6 @@ class BatchStoring:
     _write: Write | None = None
     _save: Save | None = None
     _is_open = False
-    _num_tokens = 0
 
     def __init__(self, requests: Sequence[CheckedRequest], context: BatchContext, sync: bool = True) -> None:
         self.num_layers = context.connector.num_layers
@@ -89,7 +88,6 @@ class BatchStoring:
             new[:] = False
             new[self._write.positions] = True
             moved = transfer if new.all() else transfer.only(new)
-            self._num_tokens = int(moved.chunk_tokens.sum())
             with DeviceFailuresTo(self._give_up):
                 self._save = self._saver.begin_save(moved, self._write.pages, self._sync)
 
@@ -120,13 +118,20 @@ class BatchStoring:
             if save is not None:
                 self._saver.end_save(save)
             undo.pop_all()
-        if committed and failure is None:
-            write.commit()
-            self._context.counters.add("tokens_stored", self._num_tokens)
+        if committed and failure is None and save is not None:
+            self._commit(write, save)
         else:
             write.abort()
         if failure is not None:
             raise failure
+
+    def _commit(self, write: Write, save: Save) -> None:
+        """Make those chunks visible whose pages a codec could code."""
+        whole = self._saver.whole_chunks(save)
+        counters = self._context.counters
+        counters.add("chunks_not_coded", int((~whole).sum()))
+        counters.add("tokens_stored", int(save.plan.transfer.chunk_tokens[whole].sum()))
+        write.commit(whole)
 
     def _give_up(self, error: BaseException) -> None:
         self._context.counters.add("store_failures")

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lwkv.background.exit import waitable
@@ -34,6 +35,12 @@ NUM_WRITERS = 4
 CLOSING_S = 0.5
 Transfer = Callable[[Sequence[LayerKey], Sequence[torch.Tensor], float], Sequence[Status]]
 FILLED = 0
+Check = Callable[[int, Int64s], npt.NDArray[np.bool_]]
+
+
+def all_whole(layer: int, pages: Int64s) -> npt.NDArray[np.bool_]:
+    """The check that finds nothing wrong."""
+    return np.ones(len(pages), bool)
 
 
 class Guard:
@@ -41,12 +48,22 @@ class Guard:
 
     Look-ups do not queue behind reads, reads not behind writes, nor one tier's calls behind another's. A tier
     that fails is a miss.
+
+    Args:
+        check: given a layer and pages that were filled with it, int64 (pages,), which of them can be used.
     """
 
     def __init__(
-        self, tier: Tier, pool: HostPool, timeout_s: float, counters: Counters, clock: Callable[[], float]
+        self,
+        tier: Tier,
+        pool: HostPool,
+        timeout_s: float,
+        counters: Counters,
+        clock: Callable[[], float],
+        check: Check = all_whole,
     ) -> None:
         self._tier = tier
+        self._check = check
         self._pool = pool
         self._timeout_s = timeout_s
         self._counters = counters
@@ -94,7 +111,7 @@ class Guard:
         # Made here: torch lets other threads run, and a later layer's call would come before this one's.
         buffers = [self._pool.page(page) for page in pages.tolist()]
         layer_keys = [LayerKey(key, layer) for key in keys]
-        return self._reads.submit(partial(self._get, layer_keys, pages, buffers))
+        return self._reads.submit(partial(self._get, layer, layer_keys, pages, buffers))
 
     def put(self, key: ChunkKey, chunk: Chunk, part: PromptPart | None = None) -> Future[bool]:
         """Start to copy a complete chunk of this part; its pages must not change until the future is done.
@@ -160,14 +177,28 @@ class Guard:
         self._quarantine.let_go()
         return ask_whether_there(self._tier, keys, self._timeout_s)
 
-    def _get(self, keys: Sequence[LayerKey], pages: Int64s, buffers: Sequence[torch.Tensor]) -> Int64s:
+    def _get(
+        self, layer: int, keys: Sequence[LayerKey], pages: Int64s, buffers: Sequence[torch.Tensor]
+    ) -> Int64s:
         self._quarantine.let_go()
         outcomes = np.full(len(pages), Missing.ERROR)
         try:
             outcomes = self._call("get", self._tier.get, keys, buffers)
         finally:
             self._quarantine.keep(pages[outcomes != FILLED])
+        self._refuse_broken(layer, pages, outcomes)
         return outcomes
+
+    def _refuse_broken(self, layer: int, pages: Int64s, outcomes: Int64s) -> None:
+        """Make a MISS of every page that is filled with what is no page of this engine."""
+        filled = np.flatnonzero(outcomes == FILLED)
+        broken = filled[~self._check(layer, pages[filled])]
+        if len(broken):
+            outcomes[broken] = Missing.MISS
+            self._counters.add(f"{self.name}_broken_pages", len(broken))
+            self._throttle.warn(
+                "tier %s: %d pages are not as they were stored: missing", self.name, len(broken)
+            )
 
     def _end_put(self, key: ChunkKey, put: Future[bool]) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from lwkv.background.workers import Workers
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
-from lwkv.storage.guard import Guard
+from lwkv.storage.guard import Check, Guard, all_whole
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
 from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.lower_tiers import LowerTiers
@@ -44,6 +44,7 @@ class StorageManager:
         use_device: called by the thread that page-locks memory, before all else.
         keep_in_host: False where pages only pass through host memory, to and from lower tiers.
         write_back: when lower tiers get chunks, see LowerTiers.
+        check: of what lower tiers bring, see Guard.
 
     Attributes:
         most_chunks: that host memory has room for; no more are found of a prompt.
@@ -60,6 +61,7 @@ class StorageManager:
         use_device: Callable[[], object] | None = None,
         keep_in_host: bool = True,
         write_back: bool = False,
+        check: Check = all_whole,
     ) -> None:
         self.host = HostTier(pool)
         self.frozen = False
@@ -67,7 +69,7 @@ class StorageManager:
         self._num_layers = num_layers
         self.most_chunks = pool.max_pages // num_layers
         self._counters = counters or Counters()
-        guards = [Guard(tier, pool, timeout_s, self._counters, clock) for tier in tiers]
+        guards = [Guard(tier, pool, timeout_s, self._counters, clock, check) for tier in tiers]
         self.lower = LowerTiers(guards, pool, write_back)
         self._clock = clock
         self._keep_in_host = keep_in_host

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
@@ -38,13 +39,28 @@ class Write:
     let_go: Callable[[], None]
     _given_up: bool = False
 
-    def commit(self) -> None:
-        """Make the chunks visible; every page must hold its bytes by now, host-side."""
+    def commit(self, whole: npt.NDArray[np.bool_] | None = None) -> None:
+        """Make the chunks visible; every page must hold its bytes by now, host-side.
+
+        Not those that are False in `whole`, bool (chunks,): their pages go back.
+        """
+        chosen = range(len(self.keys)) if whole is None else np.flatnonzero(whole).tolist()
         try:
-            chunks = [Chunk(pages) for pages in np.ascontiguousarray(self.pages.T)]
-            self.put(self.keys, chunks, self.parents, self.parts)
+            self._drop(np.setdiff1d(np.arange(len(self.keys)), chosen))
+            pages = np.ascontiguousarray(self.pages.T)
+            self.put(
+                [self.keys[i] for i in chosen],
+                [Chunk(pages[i]) for i in chosen],
+                [self.parents[i] for i in chosen],
+                [self.parts[i] for i in chosen],
+            )
         finally:
             self.let_go()
+
+    def _drop(self, positions: Int64s) -> None:
+        if len(positions):
+            self.release(self.pages[:, positions].ravel())
+            self.unclaim([self.keys[i] for i in positions.tolist()])
 
     def give_up(self) -> None:
         """Let others write the same chunks from here on; `abort` is still to come. Takes no lock."""

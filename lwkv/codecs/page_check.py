@@ -1,0 +1,35 @@
+"""Whether coded pages in host memory can be decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lwkv.codecs.page_codec import Flags, PageCodec
+from lwkv.layouts.paged_layer import PagedLayer
+from lwkv.platforms import Int64s
+from lwkv.pool.host_pool import HostPool
+
+
+class PageCheck:
+    """Looks at the first bytes of pages of these layers, which no device may be writing to. Thread-safe."""
+
+    def __init__(self, codec: PageCodec, layers: Sequence[PagedLayer], pool: HostPool) -> None:
+        self._coders = [codec.coder(layer) for layer in layers]
+        self._pool = pool
+
+    def whole(self, layer: int, pages: Int64s) -> Flags:
+        """Which of `pages`, int64 (chunks,), of `layer` can be decoded: bool (chunks,). All, if raw."""
+        coder = self._coders[layer]
+        if coder is None:
+            return np.ones(len(pages), bool)
+        return coder.whole(self._pool.heads(pages, coder.head_bytes))
+
+    def whole_chunks(self, pages: Int64s) -> Flags:
+        """Of which chunks all pages, int64 (layers, chunks), can be decoded: bool (chunks,)."""
+        whole = np.ones(pages.shape[1], bool)
+        for layer, coder in enumerate(self._coders):
+            if coder is not None:
+                whole &= self.whole(layer, pages[layer])
+        return whole

@@ -1,0 +1,1 @@
+"""Page codecs in Triton."""

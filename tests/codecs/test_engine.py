@@ -1,0 +1,224 @@
+"""Lossless pages through the whole engine: every layout, tiers, broken pages, pages that do not shrink."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import FORMS, Dims, MemoryTier, Oracle, require_rest, run_slots
+
+from lwkv.codecs.lossless_form import LosslessForm
+from lwkv.connectors import Rope
+from lwkv.engine import Request
+from lwkv.errors import ConfigError
+from lwkv.platforms import Platform
+from lwkv.transfer import Transfer
+
+CHUNK = 8
+DIMS = Dims(layers=3, blocks=24, head_size=4, dtype=torch.bfloat16)
+TOKENS = list(range(300, 321))  # two chunks and a part of one
+FROM, INTO = run_slots(0, 21), run_slots(40, 21, backwards=True)
+
+
+@pytest.fixture
+def make(platform: Platform, device: torch.device) -> Callable[..., Oracle]:
+    return lambda form="vllm_2bnhd", dims=DIMS: Oracle(platform, device, form, dims)
+
+
+def store(oracle: Oracle, engine: Any, tokens: list[int] = TOKENS) -> None:
+    oracle.compute(tokens, FROM[: len(tokens)])
+    engine.store(tokens, slot_mapping=FROM[: len(tokens)])
+    assert engine.flush()
+
+
+def retrieve(oracle: Oracle, engine: Any, tokens: list[int] = TOKENS) -> list[bool]:
+    """The tokens that were retrieved, all bytes being right."""
+    slots = INTO[: len(tokens)]
+    mask = engine.retrieve(tokens, slot_mapping=slots)
+    oracle.expect(tokens, slots, mask)
+    oracle.check()
+    found: list[bool] = mask.tolist()
+    return found
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "opaque"])
+@pytest.mark.parametrize("staging_chunks", [1, 2, 12], ids="{} chunks staged".format)
+@pytest.mark.parametrize("blending", [False, True])
+def test_what_is_stored_comes_back_in_every_layout(
+    form: str, staging_chunks: int, blending: bool, make: Callable[..., Oracle]
+) -> None:
+    oracle = make(form)
+    # Four staging buffers of coded pages, and two of raw ones.
+    staging = staging_chunks * (4 * 4096 + 2 * oracle.page_bytes(CHUNK))
+    settings = {"save_unfull_chunk": True, "enable_blending": blending, "staging_bytes": staging}
+    with oracle.engine(CHUNK, page_codec="lossless", **settings) as engine:
+        assert engine.connector.codec.name == "lossless"
+        store(oracle, engine)
+        assert all(retrieve(oracle, engine))
+        require_rest(engine)
+
+
+def test_tokens_that_the_engine_has_are_not_written(make: Callable[..., Oracle]) -> None:
+    oracle = make()
+    with oracle.engine(CHUNK, page_codec="lossless") as engine:
+        store(oracle, engine)
+        mask = [False] * 5 + [True] * 16
+        found = engine.retrieve(TOKENS, mask, slot_mapping=INTO)
+        oracle.expect(TOKENS, INTO, found)
+        oracle.check()
+        assert found.tolist() == [False] * 5 + [True] * 11 + [False] * 5
+
+
+def test_requests_in_one_batch(make: Callable[..., Oracle]) -> None:
+    oracle, other = make(), list(range(900, 916))
+    with oracle.engine(CHUNK, page_codec="lossless", group_bytes=1 << 20) as engine:
+        store(oracle, engine)
+        store(oracle, engine, other)
+        requests = [Request(TOKENS, INTO), Request(other, run_slots(70, 16))]
+        *_, masks = engine.retrieve_batch(requests)
+        for request, mask in zip(requests, masks, strict=True):
+            oracle.expect(request.tokens, request.slot_mapping, mask)
+            assert mask.sum() == 16
+        oracle.check()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_keys_turn_to_the_same_bits_as_those_of_raw_pages(
+    in_place: bool, make: Callable[..., Oracle], device: torch.device
+) -> None:
+    oracle, found = make(), []
+    shift = np.repeat([40, -7], CHUNK)
+    for codec in ("raw", "lossless"):
+        with oracle.engine(CHUNK, page_codec=codec, enable_blending=True) as engine:
+            connector: Any = engine.connector
+            connector.set_rope(Rope((1.0, 0.3)))
+            store(oracle, engine)
+            hold = engine._storage.hold(engine._prompt_keys.keys(np.array(TOKENS), ()))
+            loader = connector.in_place if in_place else connector.loader
+            load = loader.begin_load(Transfer(np.array([CHUNK] * 2), np.array(INTO[:16])), shift=shift)
+            for layer in range(DIMS.layers):
+                loader.load_layer(load, layer, hold.host_pages(layer))
+                loader.wait_layer(load, layer)
+            loader.leave_load(load)
+            loader.end_load(load)
+            hold.release()
+            oracle.platform.synchronize_device(device)
+            found.append([view.k.clone() for view in connector.layers])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_folder_keeps_coded_pages_which_engines_with_raw_pages_do_not_see(
+    make: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    oracle = make()
+    settings = {"local_disk": str(tmp_path), "max_local_disk_size": 0.1}
+    with oracle.engine(CHUNK, page_codec="lossless", **settings) as engine:
+        store(oracle, engine)
+    with oracle.engine(CHUNK, page_codec="raw", **settings) as engine:
+        assert engine.lookup(TOKENS) == 0
+    with oracle.engine(CHUNK, page_codec="lossless", **settings) as engine:
+        assert engine.lookup(TOKENS) == 16
+        assert sum(retrieve(oracle, engine)) == 16
+        assert engine.stats()["disk_get_bytes"] == 2 * DIMS.layers * engine.connector.page_bytes
+
+
+@pytest.mark.parametrize("word", [0, 2, 3, 5, 16, 17])
+def test_a_broken_page_of_a_tier_is_a_miss(word: int, make: Callable[..., Oracle]) -> None:
+    """Word 5 counts the escapes; from 16 on are the starts of the groups."""
+    oracle, tier = make(), MemoryTier()
+    with oracle.engine(CHUNK, page_codec="lossless", tiers=[tier]) as engine:
+        store(oracle, engine)
+    victim = sorted(tier.pages)[1 + DIMS.layers]  # layer 1 of one of the chunks
+    tier.pages[victim].view(torch.int32)[word] ^= 0x40000000
+    with oracle.engine(CHUNK, page_codec="lossless", tiers=[tier]) as engine:
+        first = engine.keys(TOKENS)[0]
+        found = engine.retrieve(TOKENS, slot_mapping=INTO)
+        lost = range(8) if victim.chunk == first else range(8, 16)
+        assert [i for i in range(16) if not found[i]] == [*lost]
+        oracle.forget(INTO, ~found.numpy())
+        oracle.expect(TOKENS, INTO, found)
+        oracle.check()
+        assert engine.stats()["memory_broken_pages"] == 1
+        require_rest(engine)
+
+
+def test_a_page_that_does_not_shrink_is_not_stored_and_all_others_are(
+    platform: Platform, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    dims = replace(DIMS, blocks=32, block_size=16, heads=2, head_size=64)
+    oracle = Oracle(platform, device, dims=dims)
+    tokens, slots = list(range(192)), run_slots(0, 192)
+    with oracle.engine(64, page_codec="lossless") as engine, caplog.at_level(logging.WARNING):
+        oracle.compute(tokens, slots)
+        view = engine.connector.layers[1]
+        steep = torch.tensor([0x7F00] + [0x0100] * 63, dtype=torch.int16)
+        rows = view.k.view(-1, 2, 64)
+        assert not LosslessForm(2 * 64 * 2, 64).capacity > 64 * 2 * 63
+        before = rows[64:128].clone()
+        rows[64:128] = steep.to(device)
+        engine.store(tokens, slot_mapping=slots)
+        assert engine.flush()
+        stats = engine.stats()
+        assert stats["chunks_not_coded"] == 1
+        assert stats["chunks"] == 2
+        assert "page_codec=lossless" in caplog.text
+        assert engine.lookup(tokens) == 64
+        # Computed anew, it is stored as any other.
+        rows[64:128] = before
+        engine.store(tokens, slot_mapping=slots)
+        assert engine.flush()
+        assert engine.lookup(tokens) == 192
+        found = engine.retrieve(tokens, slot_mapping=run_slots(256, 192))
+        oracle.expect(tokens, run_slots(256, 192), found)
+        oracle.check()
+        require_rest(engine)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "told"),
+    [
+        ("opaque", {}, "is opaque"),
+        ("vllm_2bnhd", {"dtype": torch.float32}, "is float32, and not bfloat16"),
+        ("vllm_2bnhd", {"dtype": torch.float16}, "is float16"),
+        ("vllm_2bnhd", {"head_size": 3}, "heads of 3 elements"),
+    ],
+)
+def test_what_cannot_be_coded_is_refused_by_name_or_left_raw(
+    form: str, changes: dict[str, Any], told: str, make: Callable[..., Oracle]
+) -> None:
+    oracle = make(form, replace(DIMS, **changes))
+    with pytest.raises(ConfigError, match=f"page_codec=lossless: layer 'layer_0' .*{told}"):
+        oracle.engine(CHUNK, page_codec="lossless")
+    with oracle.engine(CHUNK) as engine:
+        assert engine.connector.codec.name == "raw"
+
+
+def test_auto_is_lossless_where_that_was_measured_and_pages_shrink(
+    make: Callable[..., Oracle], platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = replace(DIMS, blocks=32, heads=2, head_size=64)
+    for features, dims, chosen in [
+        (replace(platform.features, lossless_pages=False), large, "raw"),
+        (replace(platform.features, lossless_pages=True), large, "lossless"),
+        (replace(platform.features, lossless_pages=True), DIMS, "raw"),
+    ]:
+        monkeypatch.setattr(type(platform), "features", features)
+        with make(dims=dims).engine(64) as engine:
+            assert engine.connector.codec.name == chosen
+
+
+def test_the_same_memory_has_room_for_a_third_more_tokens(make: Callable[..., Oracle]) -> None:
+    oracle = make(dims=replace(DIMS, block_size=16, heads=4, head_size=64))
+    pages = []
+    for codec in ("raw", "lossless"):
+        with oracle.engine(128, pages=300, page_codec=codec) as engine:
+            pages.append(engine._pool.max_pages)
+            assert engine.connector.codec.name == codec
+            assert codec in engine._describe()
+    assert pages[1] / pages[0] > 1.27
