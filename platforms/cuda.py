@@ -16,6 +16,8 @@ from lwkv.platforms.protocol import CopyBatch, Event, Features, Int64s, Stream
 
 # The driver refuses batches on the legacy default stream, which has these handles.
 _LEGACY_HANDLES = (0, 1)
+# True once `lwkv bench --only codec` has found loads and saves of lossless pages no slower than those of raw.
+LOSSLESS_PAGES_MEASURED = False
 
 
 class CUDA(Accelerator):
@@ -56,11 +58,12 @@ class CUDA(Accelerator):
         return torch.version.cuda is not None and super().is_available()
 
     def probe_features(self) -> Features:
-        driver = self.driver
+        driver, features = self.driver, super().probe_features()
         return replace(
-            super().probe_features(),
+            features,
             host_register=driver is not None,
             batch_copy=driver is not None and driver.has_batch,
+            lossless_pages=LOSSLESS_PAGES_MEASURED and features.triton,
         )
 
     def launch_handle(self, stream: Stream) -> int | None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform as python_platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -67,6 +67,7 @@ def examine(override: str | None = None) -> Report:
         device.examine_platforms(report, override)
         import_module("lwkv.cli.doctor.memory").examine_memory(report, config)
         if config is not None:
+            report.settings["pages"] = _pages(config, report.features)
             import_module("lwkv.cli.doctor.tiers").examine_tiers(report, config)
     report.advice.extend(_advice(report))
     return report
@@ -87,6 +88,15 @@ def _examine_settings(report: Report) -> Config | None:
         "blending": "yes" if config.enable_blending else "no",
     }
     return config
+
+
+def _pages(config: Config, features: Mapping[str, bool]) -> str:
+    """What pages engines will have: see `lwkv.codecs.choice`."""
+    if config.page_codec != "auto":
+        return config.page_codec
+    if features.get("lossless_pages"):
+        return "lossless where the KV cache is bfloat16, else raw (page_codec=auto)"
+    return "raw (page_codec=auto: lossless was not measured to be as fast here)"
 
 
 def _no_torch(error: Exception) -> str:

@@ -321,3 +321,9 @@ def test_the_doctor_tells_the_limits_of_memory_and_what_does_not_fit(
     monkeypatch.setenv("LWKV_MAX_LOCAL_CPU_SIZE", "0.9")
     assert main(["doctor", "--platform", "cpu"]) == 0
     assert "max_local_cpu_size is 0.9 GiB, over 80 % of what is free" in capsys.readouterr().out
+
+
+def test_the_pages_that_engines_will_have_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.examine("cpu").settings["pages"].startswith("raw (page_codec=auto")
+    monkeypatch.setenv("LWKV_PAGE_CODEC", "lossless")
+    assert doctor.examine("cpu").settings["pages"] == "lossless"
