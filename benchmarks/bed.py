@@ -73,10 +73,17 @@ class Bed:
         return np.arange(self.num_tokens, dtype=np.int64) + next(self._numbers) * self.num_tokens
 
     def fill(self) -> None:
-        """Write random bytes to all caches, behind what the start of the engine queued."""
+        """Write random bytes to all caches, behind what the start of the engine queued.
+
+        Where pages are coded, random values as a model's: of random bytes no page shrinks.
+        """
         self.platform.synchronize_device(self.device)
         for memory in self._memory:
-            memory.view(torch.uint8).random_(0, 256)
+            if self.engine.connector.codec.is_coded:
+                scales = torch.rand(memory.shape[-1], device=memory.device).mul_(3).exp_()
+                memory.normal_().mul_(scales)
+            else:
+                memory.view(torch.uint8).random_(0, 256)
 
     def clear_target(self) -> None:
         """Write zeros to the target slots, which the source slots are not full of after `fill`."""

@@ -26,7 +26,7 @@ class Bench:
     """One run: a shape on a device, a cached prefix, suffixes to compute; sizes in tokens.
 
     `disk` is a folder of the disk that is measured; None for where the system keeps temporary files. `remote`
-    is the URL of the remote tier that is measured; None for none.
+    is the URL of the remote tier that is measured; None for none. `page_codec` is the setting of that name.
 
     Raises:
         ConfigError: the prefix cannot be cut into eight requests of whole chunks; no suffix; no repeat.
@@ -39,6 +39,7 @@ class Bench:
     suffixes: tuple[int, ...]
     repeats: int
     disk: Path | None = None
+    page_codec: str = "auto"
     remote: str | None = field(default=None, repr=False)  # it may have a password in it
 
     def __post_init__(self) -> None:
@@ -59,6 +60,7 @@ class Bench:
 
     def bed(self, num_tokens: int | None = None, shape: Shape | None = None, **settings: Any) -> Bed:
         """A bed of the run's shape for the prefix, unless others are given; other settings as Bed's."""
+        settings["config"] = {"page_codec": self.page_codec} | dict(settings.get("config") or {})
         return Bed(self.platform, self.device, shape or self.shape, num_tokens or self.prefix, **settings)
 
     def alternate_ms(self, works: Sequence[Work], before: Work | None = None) -> list[list[float]]:

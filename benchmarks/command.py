@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk", type=Path, metavar="DIR", help="a folder of the disk to measure (where temporary files are)"
     )
+    parser.add_argument(
+        "--page-codec", default="auto", metavar="NAME", help="the setting of that name, for all parts (auto)"
+    )
     parser.add_argument("--remote", metavar="URL", help="the server of a remote tier to measure (none)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -102,7 +105,15 @@ def _bench(platform: Platform, args: argparse.Namespace) -> Bench:
     if name not in SHAPES:
         raise ConfigError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
     device = platform.current_device()
-    return Bench(platform, device, SHAPES[name], disk=args.disk, remote=args.remote, **chosen)
+    return Bench(
+        platform,
+        device,
+        SHAPES[name],
+        disk=args.disk,
+        remote=args.remote,
+        page_codec=args.page_codec,
+        **chosen,
+    )
 
 
 def _command(bench: Bench, parts: list[str], output: Path) -> str:
@@ -115,6 +126,7 @@ def _command(bench: Bench, parts: list[str], output: Path) -> str:
         "repeats": bench.repeats,
         "only": ",".join(parts),
         "output": output,
+        **({"page-codec": bench.page_codec} if bench.page_codec != "auto" else {}),
         **({"disk": bench.disk} if bench.disk else {}),
         **({"remote": cut(bench.remote)} if bench.remote else {}),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lwkv.benchmarks.bench import Bench
 from lwkv.benchmarks.blend import measure_blend
+from lwkv.benchmarks.codec import measure_codec
 from lwkv.benchmarks.disk import measure_disk
 from lwkv.benchmarks.findings import Findings
 from lwkv.benchmarks.host import measure_host
@@ -43,6 +44,7 @@ PARTS = {
     "interference": Part("The model's kernels beside a transfer", measure_interference, on_host=False),
     "host": Part("Host time", measure_host),
     "profile": Part("What is not the link", measure_profile),
+    "codec": Part("Raw and lossless pages", measure_codec),
     "kernels": Part("Kernels alone", measure_kernels),
     "sweep": Part("Chunk sizes, layouts, batches", measure_sweep),
     "pipeline": Part("The pipeline alone", measure_throttled),
