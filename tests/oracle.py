@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lwkv.codecs.lossless_form import LosslessForm
 from lwkv.config.settings import Config
 from lwkv.connectors import BufferConnector
 from lwkv.engine import CacheEngine
@@ -238,6 +239,8 @@ class Oracle:
         """An engine whose staging holds a chunk and whose pool has `pages` pages in slabs of five."""
         stride = -(-self.page_bytes(chunk_size) // PAGE_STRIDE) * PAGE_STRIDE
         least = 2 * staging_buffers * self.page_bytes(chunk_size)
+        if settings.get("page_codec") == "lossless":
+            least = 2 * (staging_buffers * self._coded_bytes(chunk_size) + self.page_bytes(chunk_size))
         extra = {
             "staging_bytes": least if staging_bytes == LEAST else staging_bytes,
             "staging_buffers": staging_buffers,
@@ -257,6 +260,11 @@ class Oracle:
         return CacheEngine.create(
             config, self.metadata, self.kvcaches, self.form.engine, hints, self.platform, tiers
         )
+
+    def _coded_bytes(self, chunk_size: int) -> int:
+        """Bytes of a lossless page."""
+        parts, heads = (1, 1) if self.form.mla else (2, self.dims.heads)
+        return LosslessForm(parts * heads * chunk_size, self.dims.head_size).page_bytes
 
     def _buffer_connector(self, config: Config) -> BufferConnector:
         """Made here and not by CreateGPUConnector: it must work on platforms not yet shown to blend, too."""
