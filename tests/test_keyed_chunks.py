@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from oracle import Dims, Oracle, require_rest, run_slots
+from oracle import Dims, MemoryTier, Oracle, require_rest, run_slots
 
 from lwkv.engine import CacheEngine
 from lwkv.errors import RequestError
-from lwkv.keys import ChunkKey
+from lwkv.keys import ChunkKey, LayerKey
 from lwkv.platforms import Platform
 from lwkv.request import KeyedChunks, Request
 from lwkv.steps import LayerSteps
+from lwkv.storage import Status
 
 CHUNK = 8
 TOKENS, MORE = list(range(100, 124)), list(range(200, 216))
@@ -85,6 +86,51 @@ def test_a_part_of_what_is_given_away_may_be_known(oracle: Oracle, engine: Cache
     assert [bool(mask.all()) for mask in masks or []] == [True]
     oracle.expect(TOKENS, run_slots(40, 24))
     oracle.check()
+
+
+def test_kernels_wait_for_the_slots_that_are_left_when_a_chunk_does_not_arrive(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, came, into = MemoryTier(), run_slots(0, 24), run_slots(40, 24)
+    oracle.compute(TOKENS, came)
+    with oracle.engine(CHUNK, tiers=[tier]) as before:
+        for _ in before.store_batch([keyed(before, b"a", came)]):
+            pass
+        assert before.flush()
+    with oracle.engine(CHUNK, tiers=[tier], lookahead=0) as engine:
+        chunks = keyed(engine, b"a", into)
+        lost = LayerKey(chunks.keys[1], 1)
+        tier.fails = lambda key: Status.MISS if key == lost else Status.OK
+        calls: list[str] = []
+        for name in ("drop_chunks", "_wait_for_readers", "_scatter"):
+            call = getattr(engine.connector.loader, name)
+            monkeypatch.setattr(
+                engine.connector.loader, name, lambda *a, name=name, call=call: (calls.append(name), call(*a))
+            )
+        *_, masks = engine.retrieve_batch([chunks])
+        assert [mask.tolist() for mask in masks or []] == [[True] * 8 + [False] * 8 + [True] * 8]
+        after = calls[calls.index("drop_chunks") :]
+        assert after[:3] == ["drop_chunks", "_wait_for_readers", "_scatter"]
+        assert calls.count("_wait_for_readers") == 2
+        require_rest(engine)
+
+
+def test_slots_of_several_are_waited_for_also_where_nothing_else_is(
+    oracle: Oracle, engine: CacheEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[object] = []
+    wait = engine.connector.saver._wait_for_writers
+    monkeypatch.setattr(
+        engine.connector.saver, "_wait_for_writers", lambda save: (waits.append(save), wait(save))
+    )
+    one, other = run_slots(0, 24), run_slots(24, 16)
+    oracle.compute(TOKENS, one)
+    oracle.compute(MORE, other)
+    for _ in engine.store_batch([keyed(engine, b"a", one), keyed(engine, b"b", other)], sync=False):
+        pass
+    assert engine.flush()
+    assert waits
+    require_rest(engine)
 
 
 def test_slots_must_be_one_number_for_each_token(engine: CacheEngine) -> None:

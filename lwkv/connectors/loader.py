@@ -118,6 +118,9 @@ class Loader(ABC, Generic[LoadT]):
     def drop_chunks(self, load: LoadT, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
         load.plan = load.plan.only(kept)
+        if load.plan.transfer.device_slots is not None:
+            # The current stream makes those that are left: kernels have to wait for it once more.
+            load.is_ordered = False
 
     def wait_layer(self, load: LoadT, layer: int) -> None:
         """Make the current stream wait for a layer that has been queued."""

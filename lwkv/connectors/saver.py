@@ -78,6 +78,8 @@ class Saver:
         """
         layers_per_group = max(1, self._pages_per_group // transfer.num_chunks)
         plan = self._plans.make(transfer, self.lane.kernels, pages)
+        # Slots that only the device knows may still be put together there, by the current stream.
+        sync = sync or transfer.device_slots is not None
         return Save(self.lane, plan, pages, layers_per_group, sync)
 
     def save_layer(self, save: Save, layer: int) -> None:
