@@ -66,7 +66,8 @@ class Config(BaseSettings):
     chunk_size: Count = Field(256, description="Tokens of a chunk, the unit of hashing, lookup and eviction.")
     local_cpu: Flag = Field(
         True,
-        description="Keep pages in host memory; false: they pass through it, to and from lower tiers.",
+        description="Keep pages in host memory; false: they are only buffered there, on the way to and from "
+        "lower tiers.",
     )
     max_local_cpu_size: GiB = Field(5.0, description="Most host memory for pages, kept or passing through.")
     local_disk: DiskPath = Field(None, description="Folder of the disk tier; null for none.")

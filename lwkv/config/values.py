@@ -157,8 +157,8 @@ class ExtraConfig(BaseModel):
     staging_buffers: TwoOrMore = Field(default=2, description="Staging buffers that take turns.")
     lookahead_layers: CountOrZero = Field(
         default=1,
-        description="Layers whose load is queued before the model asks for them, where they come from lower "
-        "tiers; with 0 none, also where they are in host memory.",
+        description="How many layers from lower tiers are queued before the model asks for them. 0: no layer "
+        "is queued early, from host memory neither.",
     )
     group_bytes: CountOrZero = Field(
         default=32 << 20,
@@ -170,8 +170,8 @@ class ExtraConfig(BaseModel):
     )
     reserve_gib: GiB = Field(
         default=0.0,
-        description="Host memory that is page-locked before the engine is there; the rest follows at once, "
-        "in the background.",
+        description="Host memory that is page-locked before the engine is created; the rest is locked "
+        "afterwards, in the background.",
     )
 
 

@@ -8,11 +8,12 @@ _BLENDING = "used by lwkv.blend"
 
 STATUS = {
     "write_policy": _TIERS,
-    "enable_blending": "used by lwkv.blend; refused by the vLLM connector",
+    "enable_blending": "used by lwkv.blend; refused in vLLM and SGLang",
     "blend_recompute_ratios": _BLENDING,
     "blend_check_layers": _BLENDING,
     "blend_min_tokens": _BLENDING,
     "blend_special_str": _BLENDING,
+    "save_unfull_chunk": "used; refused in SGLang",
     "save_decode_cache": "used by the vLLM connector",
     "prefetch_layers": _TIERS,
     "load_timeout_s": _TIERS,
