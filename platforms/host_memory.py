@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import weakref
 from collections.abc import Callable
 
@@ -30,14 +31,16 @@ def populate(array: np.ndarray) -> None:
     Page-locking gives them too, but meanwhile the driver is held up, and with it all launches: measured on an
     H200, launches beside page-locking took 8 ms at the median, and as ever beside memory given before.
     """
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
     advise = libc.madvise
     advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
     first = -(-array.ctypes.data // PAGE_BYTES) * PAGE_BYTES
     num_bytes = array.ctypes.data + array.nbytes - first
     advise(first, num_bytes, _HUGEPAGE)
-    if advise(first, num_bytes, _POPULATE_WRITE):
-        # An older system, or no memory, which page-locking finds. Both calls leave the interpreter to others.
+    # Both calls leave the interpreter to others.
+    if advise(first, num_bytes, _POPULATE_WRITE) and ctypes.get_errno() == errno.EINVAL:
+        # An older system. Where there is no memory, page-locking fails as well, and the pool goes on with
+        # what it has: to write to it would have the system end the process.
         ctypes.memset(array.ctypes.data, 0, array.nbytes)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,3 +36,25 @@ def test_memory_of_any_size_can_be_populated_and_written(nbytes: int) -> None:
     populate(array)
     memory.fill_(7)
     assert (memory == 7).all()
+
+
+class Failing:
+    """A system whose `madvise` gives nothing, for the reason that the test says."""
+
+    def __init__(self, reason: int) -> None:
+        self._reason = reason
+
+    def __call__(self, address: int, num_bytes: int, advice: int) -> int:
+        ctypes.set_errno(self._reason)
+        return -1
+
+
+@pytest.mark.parametrize(("reason", "is_written"), [(errno.EINVAL, True), (errno.ENOMEM, False)])
+def test_memory_is_written_to_where_the_system_is_older_and_not_where_it_has_none_left(
+    reason: int, is_written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(madvise=Failing(reason)))
+    _, array = allocate_aligned(PAGE_BYTES)
+    array[:] = 7
+    populate(array)
+    assert bool((array == 0).all()) == is_written
