@@ -126,7 +126,11 @@ class LWKVConnector(KVConnectorBase_V1):
         return None if report is None else StepReports((report,))
 
     def get_kv_connector_stats(self) -> Any:
-        counts = None if self._worker is None else self._worker.new_counts()
+        # vLLM asks both halves and adds the answers up.
+        if self._role is KVConnectorRole.SCHEDULER:
+            counts = self._scheduler.new_counts()
+        else:
+            counts = {} if self._worker is None else self._worker.new_counts()
         return LWKVStats(data=counts) if counts else None
 
     @classmethod
@@ -140,6 +144,10 @@ class LWKVConnector(KVConnectorBase_V1):
         return LWKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- the scheduler's half
+
+    def on_new_request(self, request: Any) -> None:
+        # Called by vLLM from 0.22 on.
+        self._scheduler.arrived(request)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         for info in metadata.values():
@@ -208,6 +216,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         window=window_of(group),
         chronicle=KVEventLog(config.chunk_size) if _announces(vllm_config) else None,
         most_decoded=1 + _most_drafts(vllm_config),
+        prefetches=settings.prefetch_waiting and bool(tier_urls(config)),
     )
 
 

@@ -168,6 +168,13 @@ class ChunkIndex:
         by_rank = [rank.found(own) for rank, own in self._each(keys)]
         return [_farther(tiers) for tiers in zip(*by_rank, strict=True)]
 
+    def asks_lower_tiers(self, keys: RankKeys) -> bool:
+        """Whether `found` would ask a tier below host memory."""
+        return any(
+            rank.below is not None and any(key.hash not in rank.kept for key in own)
+            for rank, own in self._each(keys)
+        )
+
     def prefix(self, keys: RankKeys) -> int:
         """How many leading chunks every rank can load, out of any tier."""
         return min(leading(self.found(keys)), self.most_chunks)

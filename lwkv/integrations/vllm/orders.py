@@ -56,6 +56,21 @@ def unpacked(namespace: str, hashes: bytes) -> list[ChunkKey]:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Chunks of a waiting request that lower tiers are to bring to host memory.
+
+    Attributes:
+        number: names it in reports, and when it is given back.
+        first: the first chunk that is wanted.
+        keys: for each rank, all chunks from the prompt's first to the last one wanted, as in Move.
+    """
+
+    number: int
+    first: int
+    keys: Sequence[tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOrders:
     """What one step loads before its layers compute, and stores after them.
 
@@ -63,6 +78,8 @@ class StepOrders:
         step: counts the scheduler's steps, from 1.
         acknowledged: the last step whose reports the scheduler had when it gave these orders.
         ended: requests that have ended, whose blocks vLLM keeps until this step has stored out of them.
+        fetches: begin with this step, and go on beside the steps after it.
+        released: numbers of fetches whose chunks are not needed any more.
     """
 
     step: int
@@ -70,6 +87,8 @@ class StepOrders:
     loads: Sequence[Move] = field(default=())
     stores: Sequence[Move] = field(default=())
     ended: Sequence[str] = field(default=())
+    fetches: Sequence[Fetch] = field(default=())
+    released: Sequence[int] = field(default=())
 
     @property
     def moves_anything(self) -> bool:

@@ -40,6 +40,7 @@ class RankReport:
         failed: chunks that could not be loaded, wherever they were thought to be.
         unread: the lower tiers that loads leave alone, and for how many seconds, infinity for until the rank
             reports again; None where that is as reported last.
+        fetched: numbers of fetches that have ended: what they have brought is among `kept`, now or before.
     """
 
     info: RankInfo
@@ -49,6 +50,7 @@ class RankReport:
     dropped: Sequence[bytes] = field(default=())
     failed: Sequence[bytes] = field(default=())
     unread: Mapping[str, float] | None = None
+    fetched: Sequence[int] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)

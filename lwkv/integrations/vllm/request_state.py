@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,7 +15,10 @@ from lwkv.integrations.vllm.index import ChunkIndex, RankKeys, leading
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, packed
 from lwkv.integrations.vllm.prompt import salts_of, token_ids
 from lwkv.platforms.protocol import Int64s
+from lwkv.storage.tier import HOST
 from lwkv.transfer import Chunking
+
+Aside: TypeAlias = "Callable[[Callable[[], list[str | None]]], Future[list[str | None]]]"
 
 ASK_AGAIN_S = 1.0
 """Seconds after which a waiting request's chunks are looked for again where there was no news of any."""
@@ -61,6 +66,7 @@ class RequestState:
     _found_at: float = 0.0
     _found_after: int = 0
     _names: frozenset[bytes] = frozenset()
+    _asked: tuple[int, int, Future[list[str | None]]] | None = None
 
     @classmethod
     def follow(cls, request: Any, chunking: Chunking, epoch: str) -> RequestState:
@@ -93,9 +99,49 @@ class RequestState:
         self._num_local = num_local
         # Chunks in front are not loaded, and need not be there.
         first = num_local // size
-        cached = (first + min(leading(self._found, first), index.most_chunks)) * size
-        usable = min(cached, self.chunking.covered(num_tokens), num_tokens - 1)
-        return max(0, usable - usable % block_size - num_local)
+        return self._usable(first + min(leading(self._found, first), index.most_chunks), block_size)
+
+    def look_up_aside(self, index: ChunkIndex, aside: Aside) -> bool:
+        """Find out which chunks are cached, and wait for no tier; whether `hit` is known by now.
+
+        Args:
+            aside: runs the look-up on another thread.
+        """
+        num_tokens = int(self.request.num_tokens)
+        if self._asked is None:
+            if not self._has_to_look_up(index, num_tokens):
+                return True
+            keys = self.keys(index, num_tokens)
+            if not index.asks_lower_tiers(keys):
+                return True
+            # The lists may grow meanwhile.
+            keys = [list(own) for own in keys]
+            self._asked = num_tokens, index.changes, aside(partial(index.found, keys))
+        asked_for, changes, answer = self._asked
+        if not answer.done():
+            return False
+        self._asked = None
+        self._take_over([] if answer.cancelled() else answer.result(), index, asked_for, changes)
+        return asked_for == num_tokens
+
+    def hit_in_host(self, block_size: int) -> int:
+        """As `hit` has found it last, but only what is in the host memory of every rank."""
+        first = self._num_local // self.chunking.chunk_size
+        in_host = [tier if tier == HOST else None for tier in self._found]
+        return self._usable(first + leading(in_host, first), block_size)
+
+    def chunks_of(self, num_loaded: int) -> range:
+        """The chunks of the `num_loaded` tokens that `hit` has found last."""
+        size, end = self.chunking.chunk_size, self._num_local + num_loaded
+        return range(self._num_local // size, -(-end // size))
+
+    def are_in_host(self, chunks: range) -> bool:
+        """Whether these chunks, which were found, are in the host memory of every rank."""
+        return all(self._found[chunk] == HOST for chunk in chunks)
+
+    def forget_lower_tiers(self) -> None:
+        """Take what is not in host memory for not cached."""
+        self._found = [tier if tier == HOST else None for tier in self._found]
 
     def sources(self, num_loaded: int) -> dict[str, int]:
         """From which tier the `num_loaded` tokens come that were promised last: tokens by its name."""
@@ -179,16 +225,32 @@ class RequestState:
         ids = self._read(span.num_tokens)
         return Move(ids, self.salts, _block_row(blocks, block_size, span), span.first, span.end, keys)
 
+    def _usable(self, num_chunks: int, block_size: int) -> int:
+        """Tokens that can be loaded where the first `num_chunks` chunks are there."""
+        num_tokens, cached = int(self.request.num_tokens), num_chunks * self.chunking.chunk_size
+        usable = min(cached, self.chunking.covered(num_tokens), num_tokens - 1)
+        return max(0, usable - usable % block_size - self._num_local)
+
     def _look_up(self, index: ChunkIndex, num_tokens: int) -> None:
-        """Find out which chunks are cached. While a request waits, vLLM asks every step."""
-        now = index.clock()
-        is_same = self._found_for == num_tokens and now - self._found_at < ASK_AGAIN_S
+        if self._has_to_look_up(index, num_tokens):
+            self._take_over(index.found(self.keys(index, num_tokens)), index, num_tokens, index.changes)
+
+    def _has_to_look_up(self, index: ChunkIndex, num_tokens: int) -> bool:
+        """Whether the last answer does not count any more. While a request waits, vLLM asks every step."""
+        is_same = self._found_for == num_tokens and index.clock() - self._found_at < ASK_AGAIN_S
         if not is_same or index.has_news(self._names, self._found_after):
-            keys = self.keys(index, num_tokens)
-            self._found = index.found(keys)
-            self._found_for, self._found_at = num_tokens, now
-            self._names = frozenset(key.hash for own in keys for key in own)
+            return True
         self._found_after = index.changes
+        return False
+
+    def _take_over(
+        self, found: Sequence[str | None], index: ChunkIndex, num_tokens: int, changes: int
+    ) -> None:
+        """Take over which chunks of the first `num_tokens` tokens were found after so many changes."""
+        self._found, self._found_after = found, changes
+        self._found_for, self._found_at = num_tokens, index.clock()
+        keys = self.keys(index, num_tokens)
+        self._names = frozenset(key.hash for own in keys for key in own)
 
     def _is_found(self, chunk: int) -> bool:
         """Whether a chunk was cached, in any tier, when the request began to run."""

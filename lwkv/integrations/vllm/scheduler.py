@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Any
 from uuid import uuid4
 
+from lwkv.background.workers import Workers
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.agenda import Agenda
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.kv_events import KVEventLog, Removed, Stored
-from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders
+from lwkv.integrations.vllm.orders import NULL_BLOCK, Fetch, Move, StepOrders
 from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.reports import StepReports
 from lwkv.integrations.vllm.request_state import RequestState, Span
 from lwkv.integrations.vllm.scheduled import ScheduledRequest
 from lwkv.integrations.vllm.stale_blocks import StaleBlocks
+from lwkv.integrations.vllm.waiting_loads import WaitingLoads
+from lwkv.telemetry.counters import Counters
 from lwkv.transfer import Chunking
+
+FAST_S = 0.002
+"""Seconds that a look-up into lower tiers may hold a step up; a request whose takes longer waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +48,17 @@ class SchedulerSide:
     With several ranks nothing that was computed beside a load, or behind one that has not been reported yet,
     is stored before all ranks have reported: if one rank's load fails, the others compute on its garbage.
 
+    What is in a lower tier is brought to host memory while its request waits, so that no step waits for a
+    tier because of another one's load. A request that is alone loads from there while its step computes.
+
     Args:
         block_size: tokens of a block of vLLM's block tables.
         num_ranks: workers, over tensor and pipeline parallel.
         window: tokens that the model looks back, where blocks behind them are given to others; else None.
         chronicle: writes down what comes and goes; None for not at all.
         most_decoded: tokens that a request gets in a step where it only decodes, drafts included.
+        prefetches: whether requests wait for chunks in lower tiers; if not, steps do.
+        clock: seconds.
     """
 
     def __init__(
@@ -58,7 +71,18 @@ class SchedulerSide:
         window: int | None = None,
         chronicle: KVEventLog | None = None,
         most_decoded: int = 1,
+        prefetches: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.counters = Counters()
+        self._counted: dict[str, int] = {}
+        # Without host memory of its own a chunk that was fetched would not stay.
+        self._prefetches = prefetches and config.local_cpu
+        self._waiting = WaitingLoads(num_ranks, config.load_timeout_s, self.counters, clock)
+        self._look_ups = Workers("scheduler-look-up", 1)
+        self._last_look_up: Future[list[str | None]] | None = None
+        self._over: set[str] = set()
+        self._begun: list[str] = []
         self.index = index
         self._chronicle = chronicle
         self._config = config
@@ -78,19 +102,40 @@ class SchedulerSide:
         self._stale = StaleBlocks(block_size)
         self._cared_for: dict[int, list[tuple[RequestState, int]]] = {}
 
-    def num_new_matched_tokens(self, request: Any, num_local: int) -> int:
-        """Tokens beyond the first `num_local` that can be loaded; asked any number of times."""
+    def arrived(self, request: Any) -> None:
+        """A request has come; it may wait for long before it is asked about."""
+        if is_cacheable(request):
+            self._follow(request)
+
+    def num_new_matched_tokens(self, request: Any, num_local: int) -> int | None:
+        """Tokens beyond the first `num_local` that can be loaded; asked any number of times.
+
+        None while the request is to wait: chunks are on their way to host memory.
+        """
         if not is_cacheable(request):
             return 0
+        if self._waiting.waits(request.request_id, self._most_prefetched()):
+            return None
+        tracked = self._follow(request)
+        if self._prefetches and not tracked.look_up_aside(self.index, self._look_up):
+            return None
         # Looked up where nothing is loaded, too: what some tier has need not be stored again.
-        hit = self._follow(request).hit(self.index, self._block_size, num_local)
-        return hit if self._role.loads and wants_hits(request) else 0
+        hit = tracked.hit(self.index, self._block_size, num_local)
+        if not self._role.loads or not wants_hits(request):
+            return 0
+        return self._wait_or_load(tracked, hit) if hit and self._prefetches else hit
 
     def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
         """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it."""
-        if is_cacheable(request):
-            self._follow(request).begin(blocks, num_loaded)
-            self._agenda.wake(request.request_id)
+        if not is_cacheable(request):
+            return
+        tracked = self._follow(request)
+        if request.request_id in self._waiting:
+            self._begun.append(request.request_id)
+            # What lower tiers did not bring in time is computed, and is to be in host memory from then on.
+            tracked.forget_lower_tiers()
+        tracked.begin(blocks, num_loaded)
+        self._agenda.wake(request.request_id)
 
     def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
         """By the name of a tier, how many of the tokens that a request is about to load come from it."""
@@ -104,6 +149,8 @@ class SchedulerSide:
         before has sampled, the id that fills a chunk is known a step after it was computed.
         """
         tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            self._over.add(request.request_id)
         if not self._role.stores or tracked is None or tracked.request is not request:
             return False
         if not tracked.has_rest(self._rest_end(tracked, blocks)):
@@ -129,12 +176,15 @@ class SchedulerSide:
         stores = self._stores(scheduled) if self._role.stores else []
         for item in scheduled:
             self._let_sleep(item.tracked, item.in_place)
-        return StepOrders(self._step, self._acknowledged, loads, [*rests, *stores], tuple(ended))
+        fetches, released = self._fetches()
+        moves = loads, [*rests, *stores]
+        return StepOrders(self._step, self._acknowledged, *moves, tuple(ended), fetches, released)
 
     def learn(self, reports: StepReports) -> None:
         """Take over what the ranks report of a step."""
         for report in reports.reports:
             self.index.learn(report)
+            self._waiting.learn(report)
             if self._chronicle is not None:
                 self._chronicle.learn(report)
             self._acknowledged = max(self._acknowledged, report.step)
@@ -154,12 +204,18 @@ class SchedulerSide:
             if first is not None:
                 self._stale.add(tracked.blocks[first:])
 
+    def new_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        before, self._counted = self._counted, self.counters.totals()
+        return {name: more for name, count in self._counted.items() if (more := count - before.get(name, 0))}
+
     def take_events(self) -> Iterable[Stored | Removed]:
         """What came to host memory and went since the last call."""
         return () if self._chronicle is None else self._chronicle.take()
 
     def close(self) -> None:
         """Close what the scheduler has open."""
+        self._look_ups.leave()
         self.index.close()
 
     def reset(self) -> None:
@@ -169,8 +225,48 @@ class SchedulerSide:
         for request_id in self._tracked:
             self._agenda.leave(request_id)
         self._tracked.clear()
+        self._over.clear()
+        self._waiting.clear()
         self._leaving = dict.fromkeys(self._leaving)
         self.index.clear()
+
+    def _wait_or_load(self, tracked: RequestState, hit: int) -> int | None:
+        """Of `hit` tokens those to load now; None while the request waits for some of them."""
+        request_id, chunks = tracked.request.request_id, tracked.chunks_of(hit)
+        if tracked.are_in_host(chunks):
+            return hit
+        if request_id not in self._waiting:
+            if self._is_alone():
+                return hit
+            keys = tracked.keys(self.index, int(tracked.request.num_tokens))
+            self._waiting.begin(request_id, keys, chunks.start, chunks.stop, self._most_prefetched())
+            if self._waiting.waits(request_id, self._most_prefetched()):
+                return None
+        return tracked.hit_in_host(self._block_size)
+
+    def _look_up(self, look_up: Callable[[], list[str | None]]) -> Future[list[str | None]]:
+        """Look into lower tiers on another thread; a fast one that is idle has answered on return."""
+        is_idle = self._last_look_up is None or self._last_look_up.done()
+        self._last_look_up = self._look_ups.submit(look_up)
+        if is_idle:
+            wait([self._last_look_up], FAST_S)
+        return self._last_look_up
+
+    def _is_alone(self) -> bool:
+        """Whether there is only one request that has not ended."""
+        return len(self._tracked) - len(self._over) == 1
+
+    def _most_prefetched(self) -> int:
+        """Chunks that may be on their way, or pinned for waiting requests, at a time."""
+        return self.index.most_chunks // 2
+
+    def _fetches(self) -> tuple[list[Fetch], list[int]]:
+        orders = self._waiting.orders()
+        # Given back with the next orders, when this step's loads hold the chunks themselves.
+        for request_id in self._begun:
+            self._waiting.leave(request_id)
+        self._begun.clear()
+        return orders
 
     def _follow(self, request: Any) -> RequestState:
         tracked = self._tracked.get(request.request_id)
@@ -185,10 +281,12 @@ class SchedulerSide:
         """Follow requests no more that have ended; of one whose name is used again, the next."""
         if self._last_load <= self._acknowledged:
             self._ended.clear()
+        self._over.clear()
         again = {new.req_id for new in output.scheduled_new_reqs}
         for request_id in set(output.finished_req_ids) - again:
             tracked = self._tracked.pop(request_id, None)
             self._agenda.leave(request_id)
+            self._waiting.leave(request_id)
             if tracked is not None:
                 # A load may still fail on which it has computed.
                 self._ended.append(tracked)

@@ -33,6 +33,11 @@ class Settings(Config):
         "recompute", description="What happens to a request whose KV cannot be loaded."
     )
 
+    prefetch_waiting: Flag = Field(
+        True,
+        description="Bring what is in lower tiers to host memory while its request waits to be scheduled.",
+    )
+
     def _more_conflicts(self) -> Iterator[Conflict]:
         if self.enable_blending:
             advice = "vLLM's models cannot recompute some tokens of a prompt; leave it out"

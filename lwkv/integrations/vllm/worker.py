@@ -18,6 +18,7 @@ from lwkv.integrations.vllm.worker_meter import WorkerMeter
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.steps import LayerSteps
+from lwkv.storage.prefetch import Prefetches
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.transfer import NO_SLOT
@@ -68,6 +69,7 @@ class WorkerSide:
         self._last_layer = [layer.name for layer in connector.layers if layer.name not in draft_layers][-1]
         self._is_waited_for = False
         self._presence = Presence(engine.parts().storage)
+        self._prefetches = Prefetches(engine.parts().storage, engine.num_layers)
         self._load_steps = LayerSteps(engine)
         self._store_steps = LayerSteps(engine)
         self._throttle = LogThrottle(log)
@@ -106,6 +108,7 @@ class WorkerSide:
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
         self._is_waited_for = False
+        self._fetch(orders)
         for move in (*orders.loads, *orders.stores):
             self._take_over_keys(move)
         # Without any, too: what a step has begun that never ended is given up.
@@ -169,15 +172,16 @@ class WorkerSide:
 
     def report(self) -> RankReport | None:
         """What there is to tell since the last report; None for nothing."""
+        fetched = self._prefetches.ended()  # before what is kept: all that these have brought is in that
         kept, dropped = self._presence.changes(self._accepted)
         failed = [key.hash for key in self._failed]
         self._accepted, self._failed = [], []
         outcome, self._outcome = self._outcome, None
         unread = self._new_unread_tiers()
-        if outcome is None and unread is None and not (kept or dropped or failed):
+        if outcome is None and unread is None and not (kept or dropped or failed or fetched):
             return None
         step, stored = outcome or (0, True)
-        return RankReport(self.info, step, stored, kept, dropped, failed, unread)
+        return RankReport(self.info, step, stored, kept, dropped, failed, unread, fetched)
 
     def new_counts(self) -> dict[str, int]:
         """What was counted since the last call, and gauges, as WorkerMeter has them."""
@@ -185,7 +189,15 @@ class WorkerSide:
 
     def close(self) -> None:
         """Give everything back."""
+        self._prefetches.close()
         self.engine.close()
+
+    def _fetch(self, orders: StepOrders) -> None:
+        for number in orders.released:
+            self._prefetches.release(number)
+        for fetch in orders.fetches:
+            namespace, hashes = fetch.keys[self.info.rank]
+            self._prefetches.begin(fetch.number, unpacked(namespace, hashes), fetch.first)
 
     def _new_unread_tiers(self) -> dict[str, float] | None:
         """The tiers that loads leave alone, and for how many seconds; None where nothing has changed."""

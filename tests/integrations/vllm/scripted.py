@@ -7,6 +7,7 @@ all tokens before it as they stand in the cache: one wrong row makes every later
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -219,6 +220,7 @@ class Scripted:
         lower: tiers below host memory, which all ranks share.
         loads: False for an engine that only stores.
         whole_graphs: a step in which every request gets one token calls no hooks around layers, and says so.
+        prefetches: whether requests wait for what is in lower tiers.
         silent: how likely a step calls no hooks and does not say so.
     """
 
@@ -238,6 +240,7 @@ class Scripted:
         loads: bool = True,
         whole_graphs: bool = False,
         silent: float = 0.0,
+        prefetches: bool = True,
         **settings: Any,
     ) -> None:
         self.whole_graphs = whole_graphs
@@ -250,7 +253,8 @@ class Scripted:
         ]
         config = self.ranks[0].engine.config
         index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, partial(_lookups, lower))
-        self.scheduler = SchedulerSide(config, Role(loads, True), index, BLOCK, num_ranks)
+        role = Role(loads, True)
+        self.scheduler = SchedulerSide(config, role, index, BLOCK, num_ranks, prefetches=prefetches)
         for rank in self.ranks:
             index.introduce(rank.worker.info)
         self.blocks = Blocks(num_blocks)
@@ -269,9 +273,11 @@ class Scripted:
         self.loaded = 0
         self.failed = 0
         self.preempted = 0
+        self.waits = 0
 
     def add(self, request: ScriptedRequest) -> None:
         self.waiting.append(request)
+        self.scheduler.arrived(request)
 
     def abort(self, request: ScriptedRequest) -> None:
         for queue in (self.waiting, self.running):
@@ -282,6 +288,8 @@ class Scripted:
     def step(self) -> None:
         """Schedule, compute, and take over what came of this step or, if ahead, of the one before."""
         parts, output = self._schedule()
+        if not parts and self.waiting:
+            time.sleep(0.001)  # as vLLM does
         self.in_flight.append(self._compute(parts, self.scheduler.orders(output)))
         while len(self.in_flight) > (self.ahead and bool(parts)):
             self._take_over(self.in_flight.popleft())
@@ -321,11 +329,16 @@ class Scripted:
             cached.append((request, blocks, False))
             parts.append(self._part(request, number))
             budget -= number
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
+        asked = 0
+        while asked < len(self.waiting) and budget > 0:
+            request = self.waiting[asked]
             hit = self.blocks.hit(request.all_token_ids) if self.own_cache else []
             own = len(hit) * BLOCK
             loaded = self.scheduler.num_new_matched_tokens(request, own)
+            if loaded is None:  # it waits, and those behind it do not
+                asked += 1
+                self.waits += 1
+                continue
             assert self.scheduler.num_new_matched_tokens(request, own) == loaded
             number = min(budget, self.most, request.num_tokens - own - loaded)
             assert number > 0
@@ -334,7 +347,7 @@ class Scripted:
             if more is None:
                 self.blocks.give_back(hit)
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(request)
             self.running.append(request)
             request.blocks, request.computed = [*hit, *more], own + loaded
             self.scheduler.allocated(request, request.blocks, loaded)
