@@ -106,7 +106,6 @@ def test_the_source_archive_has_all_that_checks_it_and_no_build_leftovers(sdist:
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git/"))]
 
 
-@pytest.mark.slow
 def test_the_source_archive_checks_itself(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
