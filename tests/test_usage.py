@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def scripts_of(document: str) -> list[str]:
 
 
 SCRIPTS = [*scripts_of("README.md"), *scripts_of("docs/usage.md"), *scripts_of("docs/tiers.md")]
-NAMES = ["readme", "vllm", "sglang", "timeline", "tier"]
+NAMES = ["readme", "vllm", "engine", "sglang", "timeline", "tier"]
 
 
 def test_there_is_a_script_for_each_use() -> None:
@@ -43,6 +44,33 @@ def test_a_script_of_the_documentation_runs(
     monkeypatch.chdir(tmp_path)  # where scripts write their files
     monkeypatch.setenv("LWKV_PLATFORM", platform.name)
     exec(compile(script, "docs", "exec"), {})
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_the_complete_engine_uses_nothing_of_a_step_whose_load_failed(
+    failing: int, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LWKV_PLATFORM", platform.name)
+    names: dict[str, Any] = {}
+    exec(compile(SCRIPTS[NAMES.index("engine")], "docs", "exec"), names)
+    engine, prompt = names["Engine"](), names["prompt"]
+    expected = engine.prefill(prompt, torch.arange(80))
+    engine.cache.flush()
+    loader = engine.cache.connector.loader
+    load_layer = loader.load_layer
+
+    def fail(load: Any, layer: int, *rest: Any) -> None:
+        if layer == failing:
+            raise RuntimeError("the device is gone")
+        load_layer(load, layer, *rest)
+
+    monkeypatch.setattr(loader, "load_layer", fail)
+    again = engine.prefill(prompt, torch.arange(512, 592))
+    assert engine.promised == 0  # of the second try
+    torch.testing.assert_close(again, expected)
+    monkeypatch.undo()
+    assert engine.cache.lookup(prompt) == 64
+    engine.cache.close()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
