@@ -20,6 +20,7 @@ BLUE, VERMILION, GREEN, GREY, ORANGE, PURPLE = (
     "#E69F00",
     "#CC79A7",
 )
+_MOST_LEVEL = 24  # bars of a panel
 _WAYS = {
     "compute_ms": ("compute alone", GREY),
     "load_ms": ("load alone", BLUE),
@@ -83,10 +84,10 @@ def _draw_overlap(axes: Axes, result: Mapping[str, Any], part: Mapping[str, Any]
     for key, (label, colour) in _PEER_WAYS.items() if peer else ():
         values = {str(run["suffix"]): run[key] for run in peer["overlaps"]}
         bars.append((f"{peer['label']}, {label}", colour, values))
-    _draw_groups(axes, names, bars, "{:.0f}" if result["platform"] != "cpu" else "")
+    _draw_groups(axes, names, bars, "{:.3g}")
     axes.set_xlabel("tokens computed over the cached prefix")
     axes.set_ylabel("ms")
-    axes.set_title("Prefill")
+    axes.set_title(f"Prefill without stores, medians of {result['repeats']} runs")
 
 
 def _peer(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,12 +99,19 @@ def _draw_groups(
     axes: Axes, names: Sequence[str], bars: Sequence[tuple[str, str, Mapping[str, float]]], form: str
 ) -> None:
     width = 0.8 / len(bars)
+    # Where bars are narrower than their numbers, these stand upright.
+    upright = 90 if len(bars) * len(names) > _MOST_LEVEL else 0
     for number, (label, colour, values) in enumerate(bars):
-        offset = (number - (len(bars) - 1) / 2) * width
-        places = [place + offset for place, name in enumerate(names) if name in values]
-        heights = [values[name] for name in names if name in values]
+        places, heights = [], []
+        for place, name in enumerate(names):
+            if name in values:  # the bars that a group has are in its middle
+                there = [i for i, (_, _, others) in enumerate(bars) if name in others]
+                places.append(place + (there.index(number) - (len(there) - 1) / 2) * width)
+                heights.append(values[name])
         drawn = axes.bar(places, heights, width, color=colour, label=label)
-        axes.bar_label(drawn, [form.format(height) for height in heights], fontsize=6, padding=2)
+        axes.bar_label(
+            drawn, [form.format(height) for height in heights], fontsize=6, padding=2, rotation=upright
+        )
     axes.set_xticks(range(len(names)), list(names))
 
 

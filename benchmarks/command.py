@@ -158,7 +158,10 @@ def _draw(result: Result, folder: Path) -> Iterator[Path]:
         print("lwkv bench: no pictures without matplotlib: pip install 'lwkv[bench]'", file=sys.stderr)
         return
     if isinstance(recorded, Recorded):
-        title = f"Prefill of {recorded.suffix} tokens over {recorded.prefix} cached ones"
+        title = (
+            f"Prefill of {recorded.suffix} tokens over {recorded.prefix} cached ones\n"
+            "one run, which is recorded and stores its tokens; bars.png has medians of runs that do not"
+        )
         draw_timeline(recorded.timeline(), folder / "prefill.png", title)
         yield folder / "prefill.png"
     if draw_bars(result.to_json(), folder / "bars.png"):

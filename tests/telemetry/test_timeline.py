@@ -236,6 +236,25 @@ def test_a_picture_without_loads_says_nothing_of_them(
     assert [text.get_text() for text in figure.legends[0].texts] == ["compute", "save (device to host)"]
 
 
+@pytest.mark.parametrize("num_layers", [1, 30, 80])
+def test_no_two_names_of_a_picture_are_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_layers: int
+) -> None:
+    spans = [compute(layer, layer, layer + 1) for layer in range(num_layers)]
+    for first in range(0, num_layers, 21):
+        layers = range(first, min(first + 21, num_layers))
+        spans += [Span("save", layer, layers[-1] + 0.5, layers[-1] + 12) for layer in layers]
+    figure = drawn(spans, tmp_path / "p.png", monkeypatch)
+    for axes in figure.axes:
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    named = [text.get_text() for text in figure.axes[0].texts]
+    saved = {1: "0", 30: "0-20", 80: "63-79"}[num_layers]
+    assert saved in named
+    assert "A save waits for its layer's KV" in figure.axes[1].get_xlabel()
+
+
 def test_bars_of_next_to_no_time_are_wide_enough_to_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

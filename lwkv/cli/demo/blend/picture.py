@@ -8,6 +8,12 @@ from pathlib import Path
 from lwkv.cli.demo.blend.play import SHARES, BlendFindings
 from lwkv.reference.packages import require_package
 
+_MEANING = {
+    "deviation": "those whose KV has changed most",
+    "query": "those that the question looks at",
+    "prefix_k": "the first of each document",
+    "random": "drawn by lot, to compare with",
+}
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#999999")
 
 
@@ -30,6 +36,7 @@ def blend_lines(found: BlendFindings) -> Iterator[str]:
     yield f"{'':18}" + "".join(f"{share:>9.0%}" for share in SHARES)
     for curve in found.curves:
         yield f"{curve.name:18}" + "".join(f"{kl:9.4f}" for kl in curve.kl)
+    yield "which tokens: " + "; ".join(f"{curve.name}, {_MEANING[curve.name]}" for curve in found.curves)
     yield ""
     yield from (f"Fault: {fault}" for fault in found.faults)
     yield from (f"File: {file}" for file in found.files)
@@ -43,11 +50,12 @@ def draw_curves(found: BlendFindings, path: Path) -> None:
     figure = Figure(figsize=(8, 5), dpi=130, layout="constrained")
     axes = figure.subplots()
     for curve, colour in zip(found.curves, _COLOURS, strict=True):
-        axes.plot([100 * share for share in SHARES], curve.kl, marker="o", label=curve.name, color=colour)
+        label = f"{curve.name}: {_MEANING[curve.name]}"
+        axes.plot([100 * share for share in SHARES], curve.kl, marker="o", label=label, color=colour)
     axes.set_xlabel("reused tokens computed again, %")
     axes.set_ylabel("KL divergence from full prefill, nats")
     axes.set_title(f"{found.model}: {found.num_reused} tokens of three documents in another order")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, title="which tokens are computed again")
     figure.savefig(path, format="png")

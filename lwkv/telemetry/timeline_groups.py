@@ -1,0 +1,49 @@
+"""Spans that are one piece of work: layers that were queued together, which a picture shows as one bar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lwkv.telemetry.timeline import Lane, Span
+
+# Spans of one piece of work begin and end one event after the other.
+_APART = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers `first` to `last` of a lane, from the first start to the last end, in seconds."""
+
+    lane: Lane
+    first: int
+    last: int
+    start: float
+    end: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
+
+
+def group_spans(spans: Iterable[Span]) -> list[Group]:
+    """Join spans of neighbouring layers of a lane that began and ended together; in order of their start.
+
+    Together means: within a twentieth of what they take. Layers that are computed are never joined.
+    """
+    groups: list[Group] = []
+    for span in sorted(spans, key=lambda span: (span.lane, span.layer, span.start)):
+        last = groups[-1] if groups else None
+        if last is not None and _is_together(last, span):
+            start, end = min(last.start, span.start), max(last.end, span.end)
+            groups[-1] = Group(span.lane, last.first, span.layer, start, end)
+        else:
+            groups.append(Group(span.lane, span.layer, span.layer, span.start, span.end))
+    return sorted(groups, key=lambda group: (group.start, group.first))
+
+
+def _is_together(group: Group, span: Span) -> bool:
+    if span.lane == "compute" or span.lane != group.lane or span.layer != group.last + 1:
+        return False
+    apart = max(abs(span.start - group.start), abs(span.end - group.end))
+    return apart <= _APART * max(span.end - span.start, group.end - group.start)
