@@ -34,7 +34,7 @@ ON_THE_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
-    "mem_fraction_static": 0.05,
+    "mem_fraction_static": 0.2,
 }
 REST_S = 0.3
 
