@@ -25,11 +25,3 @@ class PageCheck:
         if coder is None:
             return np.ones(len(pages), bool)
         return coder.whole(self._pool.heads(pages, coder.head_bytes))
-
-    def whole_chunks(self, pages: Int64s) -> Flags:
-        """Of which chunks all pages, int64 (layers, chunks), can be decoded: bool (chunks,)."""
-        whole = np.ones(pages.shape[1], bool)
-        for layer, coder in enumerate(self._coders):
-            if coder is not None:
-                whole &= self.whole(layer, pages[layer])
-        return whole

@@ -109,7 +109,7 @@ class Loader(ABC, Generic[LoadT]):
             if piece.first_row < piece.last_row:
                 staging = buffer.memory
                 if load.plan.is_coded:
-                    lane.decode(staging, load.plan.coding(targets, number))
+                    self._decode(load, layers, targets, staging, number, pages)
                     staging = lane.raw_pages
                 self._scatter(load, targets, staging, piece)
             lane.take_back(buffer)
@@ -165,6 +165,23 @@ class Loader(ABC, Generic[LoadT]):
     ) -> None:
         """Queue what turns raw pages in `staging` into rows of `targets`, for a slice that has rows."""
         load.lane.move(load.plan.staged(targets, staging, piece.rows))
+
+    def _decode(
+        self,
+        load: LoadT,
+        layers: range,
+        targets: Sequence[PagedLayer],
+        staging: torch.Tensor,
+        number: int,
+        pages: Int64s,
+    ) -> None:
+        """Queue what makes raw pages of slice `number`; those that could not be coded come as they are."""
+        lane, plan = load.lane, load.plan
+        lane.decode(staging, plan.coding(targets, number))
+        for place, layer in enumerate(layers):
+            batch = plan.spill_copies(targets[place], place, number, plan.pages_of(layer, pages))
+            if batch is not None:
+                self._platform.load_batch(lane.raw_pages, batch, lane.kernels)
 
     def _fill_ahead(self, load: LoadT, pages: Int64s) -> None:
         """Queue as many copies as there are staging buffers; `pages` are int64 (layers, chunks).

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lwkv.codecs.page_codec import Flags
@@ -34,6 +35,7 @@ class Save:
         waiting: layers that are computed and not queued yet.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
         before_last: behind all copies but the last one; None as long as there is one copy or none.
+        spilled: layers whose raw pages are kept beside the coded ones.
     """
 
     lane: Lane
@@ -45,6 +47,7 @@ class Save:
     waiting: range = range(0)
     last: StagingBuffer | None = None
     before_last: Event | None = None
+    spilled: frozenset[int] = frozenset()
 
 
 class Saver:
@@ -66,7 +69,9 @@ class Saver:
         self._platform, self._device, self._layers = plans.platform, plans.device, plans.layers
         self._timeline = timeline
         self._pages_per_group = group_bytes // page_bytes
-        self._check = plans.page_check()
+        self._check, self._pool = plans.page_check(), plans.pool
+        # Layers with pages that could not be coded, as of the last batch that ended.
+        self._steep: frozenset[int] = frozenset()
         self._throttle = LogThrottle(log, time.monotonic)
 
     def begin_save(self, transfer: Transfer, pages: Int64s, sync: bool = True) -> Save:
@@ -81,6 +86,24 @@ class Saver:
         # Slots that only the device knows may still be put together there, by the current stream.
         sync = sync or transfer.device_slots is not None
         return Save(self.lane, plan, pages, layers_per_group, sync)
+
+    def keep_raw(self, save: Save, allocate: Callable[[int], Int64s | None]) -> None:
+        """For a batch that has just begun: keep raw pages, too, of layers that could not be coded last time.
+
+        A device tells too late whether a page shrinks for the host to have made room by then.
+
+        Args:
+            allocate: takes so many pages of the pool, or none.
+        """
+        for layer in sorted(self._steep):
+            coder = self._plans.codec.coder(self._layers[layer])
+            if coder is None:
+                continue
+            num_pages = -(-coder.raw_bytes // self._pool.page_bytes)
+            spill = allocate(num_pages * save.plan.transfer.num_chunks)
+            if spill is not None:
+                self._pool.add_spill(save.pages[layer], spill.reshape(-1, num_pages))
+                save.spilled |= {layer}
 
     def save_layer(self, save: Save, layer: int) -> None:
         """Save a layer that the current stream has been told to compute.
@@ -125,13 +148,21 @@ class Saver:
     def whole_chunks(self, save: Save) -> Flags:
         """For a batch that has ended, whose layers were all saved: which chunks are good, bool (chunks,).
 
-        A codec cannot code every page; that is known when its bytes are in host memory. Such chunks are not.
+        A codec cannot code every page; that is known when its bytes are in host memory. Such a chunk is not,
+        unless its raw pages were kept as well: `keep_raw` sees to that for the next ones.
         """
-        whole = self._check.whole_chunks(save.pages)
+        whole = np.ones(save.pages.shape[1], bool)
+        for layer in range(len(self._layers)) if save.plan.is_coded else ():
+            coded = self._check.whole(layer, save.pages[layer])
+            self._steep = self._steep - {layer} if coded.all() else self._steep | {layer}
+            if layer in save.spilled:
+                self._pool.drop_spill(save.pages[layer][coded])
+            else:
+                whole &= coded
         if not whole.all():
             self._throttle.warn(
-                "%d of %d chunks are not stored: the KV of a layer does not shrink, as page_codec=%s needs; "
-                "if this goes on, set page_codec to raw",
+                "%d of %d chunks are not stored: the KV of a layer does not shrink, as page_codec=%s needs. "
+                "The next ones are kept with raw pages beside; if this goes on, set page_codec to raw",
                 int((~whole).sum()),
                 len(whole),
                 self._plans.codec.name,
@@ -146,7 +177,7 @@ class Saver:
         for number, piece in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
             if save.plan.is_coded:
-                self._gather_coded(save, sources, buffer.memory, number, piece)
+                self._gather_coded(save, layers, buffer.memory, number, piece)
             else:
                 self._gather(save, sources, buffer.memory, piece)
             lane.mark_filled(buffer)
@@ -163,14 +194,29 @@ class Saver:
         save.lane.move(save.plan.staged(sources, staging, piece.rows))
 
     def _gather_coded(
-        self, save: Save, sources: Sequence[PagedLayer], staging: torch.Tensor, number: int, piece: Slice
+        self, save: Save, layers: range, staging: torch.Tensor, number: int, piece: Slice
     ) -> None:
-        """The same of slice `number`, and what codes these pages into a staging buffer."""
+        """The same of slice `number` of `layers`, and what codes these pages into a staging buffer."""
+        sources = self._layers[layers.start : layers.stop]
         lane, coding = save.lane, save.plan.coding(sources, number)
         if coding.has_gaps:
             lane.clear()
         self._gather(save, sources, lane.raw_pages, piece)
         lane.encode(staging, coding)
+        for place, layer in enumerate(layers):
+            if layer in save.spilled:
+                self._spill(save, place, layer, number)
+
+    def _spill(self, save: Save, place: int, layer: int, number: int) -> None:
+        """Queue the copies of a layer's raw pages beside the coded ones."""
+        kernels = save.lane.kernels
+        batch = save.plan.spill_copies(self._layers[layer], place, number, save.pages[layer])
+        if batch is not None:
+            self._platform.save_batch(save.lane.raw_pages, batch, kernels)
+            # What codes the next ones writes there; and the copies that follow tell of the end of these.
+            event = self._platform.new_event()
+            self._platform.record(event, kernels)
+            self._platform.d2h_fence(kernels, event, kernels)
 
     def _mark_before(self, save: Save) -> None:
         """Record that all copies queued so far are done. The event is this batch's own: see `Lane`."""

@@ -17,6 +17,7 @@ from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch, Int64s, Platform, Stream
 from lwkv.pool.host_pool import HostPool
 from lwkv.pool.page_copies import PageCopies
+from lwkv.pool.spill_copies import spill_batch
 from lwkv.transfer import PageShape, Transfer
 
 FIRST_LAYERS = 2
@@ -132,6 +133,25 @@ class Plan:
         has_gaps = bool((tokens != self._slice_shape.chunk_size).any())
         return Coding(coder, len(layers) * len(tokens), has_gaps)
 
+    def spill_copies(self, layer: PagedLayer, place: int, number: int, pages: Int64s) -> CopyBatch | None:
+        """The copies between raw pages of slice `number` and spill pages; None where there are none.
+
+        `layer` is number `place` of those whose raw pages lie together; `pages` are its own, int64 (chunks,).
+        """
+        mine = pages[self._chunks(number)]
+        spill = self._pool.spill_of(mine)
+        coder = self._codec.coder(layer)
+        if not spill or coder is None:
+            return None
+        first_page = place * len(mine) + np.array(list(spill))
+        return spill_batch(
+            self._pool, first_page * coder.raw_bytes, np.stack([*spill.values()]), coder.raw_bytes
+        )
+
+    def pages_of(self, layer: int, pages: Int64s) -> Int64s:
+        """The pages of `layer`, int64 (chunks,): those known from the beginning, or else `pages`."""
+        return pages if self._known is None else self._known[layer]
+
     def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
         """The copies of slice `number` of layers like `layer` that share a buffer.
 
@@ -195,13 +215,13 @@ class Plans:
         self.codec = codec
         self.slice_shape = SliceShape(layers, chunk_size, chunks_per_slice)
         self.spare: dict[int, list[Table]] = {}
-        self._pool = pool
+        self.pool = pool
 
     def make(self, transfer: Transfer, stream: Stream, pages: Int64s | None = None) -> Plan:
         """Plan `transfer`; its tables go to the device on `stream`. `pages` as Plan's."""
         uploads = RowTables(self.platform, self.device, stream, self.spare)
-        return Plan(transfer, uploads, self._pool, self.codec, self.slice_shape, pages)
+        return Plan(transfer, uploads, self.pool, self.codec, self.slice_shape, pages)
 
     def page_check(self) -> PageCheck:
         """What tells whether pages of these layers can be decoded."""
-        return PageCheck(self.codec, self.layers, self._pool)
+        return PageCheck(self.codec, self.layers, self.pool)

@@ -90,6 +90,7 @@ class BatchStoring:
             moved = transfer if new.all() else transfer.only(new)
             with DeviceFailuresTo(self._give_up):
                 self._save = self._saver.begin_save(moved, self._write.pages, self._sync)
+                self._saver.keep_raw(self._save, self._context.storage.allocate)
 
     def _close(self, committed: bool) -> None:
         write, save, failure = self._write, self._save, None

@@ -15,6 +15,7 @@ from lwkv.errors import ConfigError
 from lwkv.platforms import Int64s, Platform
 from lwkv.pool.page_copies import Slabs
 from lwkv.pool.page_refcounts import PageRefcounts
+from lwkv.pool.page_spills import PageSpills
 from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class HostPool:
         span = min(self.max_pages, max(1, slab_bytes // self.page_stride))
         self.slabs = Slabs([], np.zeros(0, np.int64), span, self.page_stride)
         self._counts = PageRefcounts(span)
+        self._spills = PageSpills()
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self.num_pages = 0
@@ -168,7 +170,23 @@ class HostPool:
         """
         with self._lock:
             self._counts.release(pages)
+            self._counts.release(self._spills.take(self._counts.unused(pages)))
             self._end()
+
+    def add_spill(self, pages: Int64s, spill: Int64s) -> None:
+        """Let `spill`, int64 (pages, n), be beside `pages`, int64 (pages,): freed together with them."""
+        with self._lock:
+            self._spills.add(pages, spill)
+
+    def spill_of(self, pages: Int64s) -> dict[int, Int64s]:
+        """The pages beside those of `pages`, int64 (pages,), that have some, by their position there."""
+        with self._lock:
+            return self._spills.of(pages)
+
+    def drop_spill(self, pages: Int64s) -> None:
+        """Free what is beside `pages`, of any shape."""
+        with self._lock:
+            self._counts.release(self._spills.take(pages))
 
     def page(self, number: int) -> torch.Tensor:
         """The usable bytes of a page, uint8 (page_bytes,); valid as long as the caller holds a reference."""

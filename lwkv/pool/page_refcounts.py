@@ -70,6 +70,11 @@ class PageRefcounts:
         self._counts[pages] -= 1
         self.num_free += len(pages) - int(np.count_nonzero(self._counts[pages]))
 
+    def unused(self, pages: Int64s) -> Int64s:
+        """Those of `pages` that have no reference."""
+        without: Int64s = pages[self._counts[pages] == 0]
+        return without
+
     def _next_pages(self, count: int) -> Int64s | None:
         """The pages behind those taken last, if they are free and no slab need end between them."""
         for start in (self._next, 0):

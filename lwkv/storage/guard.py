@@ -207,6 +207,10 @@ class Guard:
     def _put(self, key: ChunkKey, chunk: Chunk, part: PromptPart | None) -> bool:
         if self._ordered is not None and part is not None:
             part.let_know(self, partial(self._ordered.follow, deadline_s=self._timeout_s))
+        if self._pool.spill_of(chunk.pages):
+            # It is more than a tier has room for; the host's memory keeps it.
+            self._counters.add(f"{self.name}_left_out")
+            return True
         # Layer 0 is the commit record: last, and only where all other layers are there.
         others, first = range(1, len(chunk.pages)), range(1)
         return self._put_layers(key, chunk, others) and self._put_layers(key, chunk, first)

@@ -13,9 +13,8 @@ import pytest
 import torch
 from oracle import FORMS, Dims, MemoryTier, Oracle, require_rest, run_slots
 
-from lwkv.codecs.lossless_form import LosslessForm
 from lwkv.connectors import Rope
-from lwkv.engine import Request
+from lwkv.engine import CacheEngine, Request
 from lwkv.errors import ConfigError
 from lwkv.platforms import Platform
 from lwkv.transfer import Transfer
@@ -148,36 +147,109 @@ def test_a_broken_page_of_a_tier_is_a_miss(word: int, make: Callable[..., Oracle
         require_rest(engine)
 
 
-def test_a_page_that_does_not_shrink_is_not_stored_and_all_others_are(
-    platform: Platform, device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    dims = replace(DIMS, blocks=32, block_size=16, heads=2, head_size=64)
-    oracle = Oracle(platform, device, dims=dims)
-    tokens, slots = list(range(192)), run_slots(0, 192)
-    with oracle.engine(64, page_codec="lossless") as engine, caplog.at_level(logging.WARNING):
-        oracle.compute(tokens, slots)
-        view = engine.connector.layers[1]
-        steep = torch.tensor([0x7F00] + [0x0100] * 63, dtype=torch.int16)
-        rows = view.k.view(-1, 2, 64)
-        assert not LosslessForm(2 * 64 * 2, 64).capacity > 64 * 2 * 63
-        before = rows[64:128].clone()
-        rows[64:128] = steep.to(device)
-        engine.store(tokens, slot_mapping=slots)
+LARGE = replace(DIMS, blocks=32, block_size=16, heads=2, head_size=64)
+PROMPT = list(range(192))  # three chunks of 64
+# An element so much larger than the others of its row that they all are escapes.
+STEEP = torch.tensor([0x7F00] + [0x0100] * 63, dtype=torch.int16)
+
+
+class Bits:
+    """Caches whose bits a test writes: stored from slots 0 on, loaded to those from 256 on."""
+
+    def __init__(self, platform: Platform, device: torch.device, form: str = "vllm_2bnhd") -> None:
+        self.oracle = Oracle(platform, device, form, LARGE)
+        self.device, self.platform = device, platform
+
+    def engine(self, **settings: Any) -> CacheEngine:
+        engine = self.oracle.engine(64, page_codec="lossless", pages=256, **settings)
+        self.views = [
+            view for layer in engine.connector.layers for view in (layer.k, layer.v) if view is not None
+        ]
+        return engine
+
+    def fill(self, bits: torch.Tensor, first: int, last: int, views: Any = None) -> None:
+        """Write `bits` to the rows of slots [first, last) of `views`, or all."""
+        slots = torch.arange(first, last, device=self.device)
+        for view in self.views if views is None else views:
+            view[slots // 16, slots % 16] = bits.to(self.device)
+        self.platform.synchronize_device(self.device)
+
+    def store(self, engine: CacheEngine, tokens: list[int] = PROMPT) -> None:
+        engine.store(tokens, slot_mapping=run_slots(0, 192))
         assert engine.flush()
-        stats = engine.stats()
-        assert stats["chunks_not_coded"] == 1
-        assert stats["chunks"] == 2
-        assert "page_codec=lossless" in caplog.text
-        assert engine.lookup(tokens) == 64
-        # Computed anew, it is stored as any other.
-        rows[64:128] = before
-        engine.store(tokens, slot_mapping=slots)
-        assert engine.flush()
-        assert engine.lookup(tokens) == 192
+
+    def loaded(self, engine: CacheEngine, tokens: list[int] = PROMPT) -> int:
+        """How many tokens come back; their bits are as stored."""
         found = engine.retrieve(tokens, slot_mapping=run_slots(256, 192))
-        oracle.expect(tokens, run_slots(256, 192), found)
-        oracle.check()
-        require_rest(engine)
+        self.platform.synchronize_device(self.device)
+        slots = torch.arange(192, device=self.device)[found.to(self.device)]
+        for view in self.views:
+            stored = view[slots // 16, slots % 16]
+            assert torch.equal(stored, view[16 + slots // 16, slots % 16])
+        return int(found.sum())
+
+
+@pytest.fixture
+def bits(platform: Platform, device: torch.device) -> Bits:
+    return Bits(platform, device)
+
+
+def test_a_page_that_does_not_shrink_is_not_stored_at_first_and_then_kept_raw(
+    bits: Bits, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = MemoryTier()
+    with bits.engine(tiers=[tier]) as engine, caplog.at_level(logging.WARNING):
+        bits.fill(torch.randn(192, 2, 64).bfloat16().view(torch.int16), 0, 192)
+        bits.fill(STEEP, 64, 128, bits.views[2:3])  # K of layer 1, second chunk
+        bits.store(engine)
+        stats = engine.stats()
+        assert (stats["chunks_not_coded"], stats["chunks"], stats["tokens_stored"]) == (1, 2, 128)
+        assert "1 of 3 chunks are not stored" in caplog.text
+        assert engine.lookup(PROMPT) == 64
+        bits.store(engine)
+        stats = engine.stats()
+        assert (stats["chunks_not_coded"], stats["chunks"], stats["tokens_stored"]) == (1, 3, 192)
+        assert stats["pages_in_use"] == 3 * 3 + 2
+        assert bits.loaded(engine) == 192
+        assert stats["memory_left_out"] == 1
+        assert {key.chunk for key in tier.pages} == {engine.keys(PROMPT)[i] for i in (0, 2)}
+        # What shrinks again has no pages beside it.
+        bits.fill(torch.randn(192, 2, 64).bfloat16().view(torch.int16), 0, 192)
+        for number in (1, 2):
+            bits.store(engine, [1000 * number + token for token in PROMPT])
+        assert engine.stats()["pages_in_use"] == 9 * 3 + 2
+        pool = engine._pool
+    assert pool.pages_in_use == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"staging_bytes": 1 << 20}, {"enable_blending": True}], ids=str)
+@pytest.mark.parametrize("form", ["vllm_2bnhd", "vllm_bhn2d"])
+def test_random_bits_come_back(
+    form: str, settings: dict[str, Any], platform: Platform, device: torch.device
+) -> None:
+    bits = Bits(platform, device, form)
+    with bits.engine(**settings) as engine:
+        random = np.random.default_rng(5).integers(-(1 << 15), 1 << 15, (192, 2, 64), np.int16)
+        bits.fill(torch.from_numpy(random), 0, 192)
+        bits.store(engine)
+        assert engine.lookup(PROMPT) == 0
+        bits.store(engine)
+        assert bits.loaded(engine) == 192
+        assert engine.stats()["chunks_not_coded"] == 3
+
+
+def test_where_memory_has_no_room_for_raw_pages_the_chunk_is_not_stored(bits: Bits) -> None:
+    with bits.engine() as engine:
+        bits.fill(STEEP, 0, 192)
+        bits.store(engine)
+        held = engine._pool.allocate(engine._pool.available - 9)
+        assert held is not None
+        bits.store(engine)
+        assert engine.stats()["chunks_not_coded"] == 6
+        engine._pool.release(held)
+        assert engine.stats()["pages_in_use"] == 0
+        bits.store(engine)
+        assert bits.loaded(engine) == 192
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,12 @@ def answers(model: Model, tokenizer: Tokenizer, codec: str, platform: Platform) 
     config = Config(page_codec=codec, use_layerwise=True, max_local_cpu_size=0.2)
     with open_cache_engine(config, model, cache, "smollm2", platform=platform) as lwkv:
         engine = ReferenceEngine(model, cache, steps=LayerSteps(lwkv), lookup=lwkv.lookup)
-        prompts = [tokenizer.encode(document_prompt(question)) for question in list(QUESTIONS)[:2]]
+        # Its beginning, twice, with an end of its own.
+        prompt = tokenizer.encode(document_prompt(next(iter(QUESTIONS))))[: 2 * CHUNK + 20]
+        prompts = [prompt, [*prompt[:-5], *prompt[:5]]]
         tokens = []
         for prompt in prompts:
-            tokens.append(generate(engine, [Prompt(prompt, 4, tokenizer.stop_tokens)])[0].tokens)
+            tokens.append(generate(engine, [Prompt(prompt, 3, tokenizer.stop_tokens)])[0].tokens)
             assert lwkv.flush()
         stats = lwkv.stats()
         return {
@@ -53,7 +55,10 @@ def answers(model: Model, tokenizer: Tokenizer, codec: str, platform: Platform) 
             "not coded": stats.get("chunks_not_coded", 0),
             "cache": [tensor.view(torch.int16).clone() for tensor in _tensors(cache)],
             "page_bytes": lwkv.connector.page_bytes,
-            "layers": list(lwkv.connector.layers),
+            "rows": [
+                [view.reshape(-1, view.shape[-1]).clone() for view in (layer.k, layer.v) if view is not None]
+                for layer in lwkv.connector.layers
+            ],
         }
 
 
@@ -67,19 +72,17 @@ def test_answers_and_every_bit_of_the_cache_are_those_of_raw_pages(
     smollm2: tuple[Model, Tokenizer], platform: Platform
 ) -> None:
     raw, lossless = (answers(*smollm2, codec, platform) for codec in ("raw", "lossless"))
-    assert raw["retrieved"] == lossless["retrieved"] >= 4 * CHUNK
+    assert raw["retrieved"] == lossless["retrieved"] == 2 * CHUNK
     assert lossless["not coded"] == 0
     assert raw["tokens"] == lossless["tokens"]
     assert all(torch.equal(a, b) for a, b in zip(raw["cache"], lossless["cache"], strict=True))
     assert lossless["page_bytes"] / raw["page_bytes"] < 0.775
-    escapes = [_escapes(bits) for bits in raw["cache"]]
-    print("escapes of 10,000 elements, by layer:", [round(1e4 * share, 1) for share in escapes])
-    assert max(escapes) < 1 / 128
+    # There is room for 1 in 64.
+    assert max(_escapes(bits) for layer in raw["rows"] for bits in layer) < 1 / 256
 
 
-def _escapes(bits: torch.Tensor) -> float:
-    """The share of a layer's elements that are escapes; rows that were never written have none."""
-    rows = bits.reshape(-1, bits.shape[-1]).contiguous()
+def _escapes(rows: torch.Tensor) -> float:
+    """The share of elements, int16 (rows, width), that are escapes; rows never written have none."""
     form = LosslessForm(len(rows), rows.shape[1])
     coded = encoded(TorchLossless(form), rows.view(torch.uint8).view(1, -1))
     assert torch.equal(decoded(TorchLossless(form), coded).view(-1), rows.view(torch.uint8).view(-1))
