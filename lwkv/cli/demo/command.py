@@ -90,7 +90,10 @@ def _setting(
 def _draw(results: Results, folder: Path) -> Iterator[Path]:
     """Write a picture and a trace of the median run of both questions."""
     titles = {
-        "cold": (results.cold, "Question 1: computed, and saved while it computes, small layers several at a time"),
+        "cold": (
+            results.cold,
+            "Question 1: computed, and saved while it computes, small layers several at a time",
+        ),
         "warm": (results.by_layers, "Question 2: loaded layer by layer while it computes"),
     }
     for name, (runs, title) in titles.items():
