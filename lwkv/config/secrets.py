@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 
 HIDDEN = "***"
-_SECRET = re.compile("pas|pwd|secret|token|user|credential|auth|login", re.IGNORECASE)
+_SECRET = re.compile("pas|pw|secret|token|user|credential|auth|login", re.IGNORECASE)
 # Settings that count tokens of text.
 _COUNT = re.compile(
     "(min|max|num)_tokens?|(min|max|num)_[a-z]+_tokens|tokens?_(threshold|count|size|limit)", re.IGNORECASE
@@ -21,8 +21,8 @@ _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _PORT = "(:([0-9]{1,4}|[1-5][0-9]{4}|6[0-5][0-9]{3}))?"
 _HOST = rf"([\w.-]*|\[[0-9A-Fa-f:.]+\]){_PORT}"
 _HOSTS = re.compile(f"{_HOST}(,{_HOST})*", re.ASCII)
-# user:password, and what YAML reads as a tag, an anchor or an alias.
-_DOUBTFUL = re.compile(r":|^[\s\[{]*[!&*%]")
+# user:password, also as a URL has it, and what YAML reads as a tag, an anchor or an alias.
+_DOUBTFUL = re.compile(r":|%3a|%40|^[\s\[{]*[!&*%]", re.IGNORECASE)
 _NUMBERS = re.compile(r"\s*\{(\s*\w+\s*:\s*([0-9.eE+-]+|true|false|null)\s*(,|(?=\})))*\s*\}\s*")
 _LIKE = 0.7
 _MOST_LEVELS = 5  # what is deeper is not shown

@@ -16,7 +16,10 @@ from lwkv.cli.doctor.report import Report, lines
 from lwkv.cli.doctor.tiers import examine_tiers
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
+from lwkv.storage import TierSetup
+from lwkv.storage.registry import open_tiers
 from lwkv.storage.remote.remote_url import PASSWORD, USER, parse_remote_url
+from lwkv.telemetry.counters import Counters
 
 SECRET = "s3cret"
 URL = f"valkey://someone:{SECRET}@host:1"
@@ -119,13 +122,23 @@ def test_settings_that_contradict_each_other_show_no_password() -> None:
     assert SECRET not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["LWKV_REMOTE_PASWORD", "LWKV_PASSWORD", "LWKV_REMOTE_PASSPHRASE"])
+@pytest.mark.parametrize(
+    "name", ["LWKV_REMOTE_PASWORD", "LWKV_PASSWORD", "LWKV_REMOTE_PASSPHRASE", "LWKV_PW"]
+)
 def test_a_variable_that_is_misspelt_is_refused_without_its_value(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, SECRET)
     with pytest.raises(ConfigError, match=name) as refused:
         Config.load()
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["chunk_size", "local_disk", "color"])
+@pytest.mark.parametrize("login", [f"someone%3A{SECRET}%40host", f"someone%3a{SECRET}", f"{SECRET}%40host"])
+def test_a_login_that_is_encoded_as_in_a_url_is_not_shown(key: str, login: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Config.load(**{key: login})
     assert SECRET not in str(refused.value)
 
 
@@ -286,9 +299,16 @@ def test_the_name_of_a_file_that_is_an_address_is_shown_without_password(
 
 
 @pytest.mark.parametrize("folder", [f"someone:{SECRET}@host:1", f"file://someone:{SECRET}", f"{SECRET}@host"])
-def test_a_folder_that_is_an_address_is_refused_without_its_password(folder: str) -> None:
+def test_a_folder_that_is_an_address_is_refused_without_its_password(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = Config(local_disk=folder, max_local_disk_size=0.1)
     report = Report({"lwkv": "0"})
     examine_tiers(report, config)
     assert len(report.faults) == 1
     assert SECRET not in f"{report} {list(lines(report))} {config!r}"
+    with pytest.raises(ConfigError) as refused:
+        open_tiers(TierSetup(config, 2, 96, "canonical", Counters()))
+    assert SECRET not in str(refused.value)
+    assert not list(tmp_path.iterdir()), "no folder of that name is made"

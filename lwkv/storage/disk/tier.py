@@ -14,6 +14,7 @@ import torch
 
 from lwkv.background.workers import Workers
 from lwkv.config.messages import shown
+from lwkv.config.secrets import cut
 from lwkv.config.settings import Config
 from lwkv.errors import ClosedError, ConfigError
 from lwkv.keys import ChunkKey, LayerKey
@@ -120,6 +121,7 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
         raise ConfigError(
             f"max_local_disk_size holds {limit} bytes, but one chunk needs {form.file_bytes}: raise it"
         )
+    _refuse_address(path)
     try:
         with suppress(FileExistsError):
             os.mkdir(path)
@@ -134,6 +136,7 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
 def examine(url: str, config: Config) -> Mapping[str, str]:
     """Tell how the folder is. Raises ConfigError where it cannot be used."""
     path = _path(url)
+    _refuse_address(path)
     parent = os.path.dirname(os.path.abspath(path))
     if not os.path.lexists(path) and os.path.isdir(parent):
         found = {"folder": path, "files": "none: the folder is made when an engine starts"}
@@ -152,6 +155,15 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
         "reads and writes": _way(direct),
         "checksums by": checksum_by() + (": the package isal is faster" if checksum_by() == "zlib" else ""),
     } | _beyond(path, folder.used_bytes, config)
+
+
+def _refuse_address(path: str) -> None:
+    """Raise ConfigError for what is not there and may be an address: no folder of that name is to be made."""
+    if not os.path.lexists(path) and cut(path) != path:
+        raise ConfigError(
+            f"local_disk: {shown(path)} is not there, and is not made: it may be an address; give a folder, "
+            "make it yourself, or leave local_disk out"
+        )
 
 
 def _beyond(path: str, used: int, config: Config) -> dict[str, str]:
