@@ -26,7 +26,6 @@ class Offloads:
         self._order = order
         self._queued: list[KeyedChunks] = []
         self._results: deque[bool] = deque()
-        self._generation = 0
 
     def queue(self, request: KeyedChunks) -> None:
         """Take pages for the next batch; they must not change before their completion has been taken."""
@@ -48,8 +47,8 @@ class Offloads:
         """Forget all of them once nothing reads the pages; False if that takes over `timeout_s` seconds."""
         self._queued = []
         idle = self._parts.completions.wait_idle(timeout_s)
-        self._generation += 1
-        self._results.clear()
+        # Another one: what is late ends in the former, whenever that is.
+        self._results = deque()
         return idle
 
     def _start(self) -> None:
@@ -58,10 +57,8 @@ class Offloads:
             for _ in self._engine.store_batch(requests):
                 pass
         # Jobs run one after the other: this one when the bytes have arrived, or never will.
-        self._parts.completions.submit(partial(self._end, self._generation, requests))
+        self._parts.completions.submit(partial(self._end, self._results, requests))
 
-    def _end(self, generation: int, requests: Sequence[KeyedChunks]) -> None:
+    def _end(self, results: deque[bool], requests: Sequence[KeyedChunks]) -> None:
         host = self._parts.storage.host
-        results = [all(host.contains(request.keys)) for request in requests]
-        if generation == self._generation:
-            self._results.extend(results)
+        results.extend([all(host.contains(request.keys)) for request in requests])
