@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from lwkv import __version__
+from lwkv.cli.demo.progress import say
 from lwkv.errors import LwkvError
 from lwkv.telemetry.log_level import follow_log_level
 
@@ -53,6 +54,7 @@ def _command_parser() -> argparse.ArgumentParser:
 
 def _run(command: str, arguments: Sequence[str]) -> int:
     name, summary = COMMANDS[command]
+    say(f"lwkv {command}: starting")  # torch takes seconds to load
     module = import_module(name)
     parser = argparse.ArgumentParser(prog=f"lwkv {command}", description=summary)
     module.add_arguments(parser)

@@ -6,6 +6,7 @@ the scheme of a URL and a module that is a TierModule.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import EntryPoint, entry_points
@@ -28,7 +29,7 @@ _MODULES = {
 
 def tier_urls(config: Config) -> list[str]:
     """The tiers that `config` names, nearest first."""
-    disk = [] if config.local_disk is None else [f"file://{config.local_disk}"]
+    disk = [] if config.local_disk is None else [f"file://{os.path.abspath(config.local_disk)}"]
     return [*disk, *([] if config.remote_url is None else [config.remote_url])]
 
 

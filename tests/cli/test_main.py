@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -28,6 +29,19 @@ def test_a_users_error_is_one_line_and_exit_code_2(
     monkeypatch.setattr(cli, "import_module", lambda name: command(error))
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr() == ("", "lwkv: bad value\n")
+
+
+def test_a_terminal_sees_a_sign_of_life_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+
+    def load(name: str) -> SimpleNamespace:
+        assert shown.getvalue() == "lwkv demo: starting\n"
+        return SimpleNamespace(add_arguments=lambda parser: None, run=lambda args: 0)
+
+    monkeypatch.setattr(cli, "import_module", load)
+    assert cli.main(["demo"]) == 0
 
 
 def test_traceback_shows_the_error_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from demo_model import write_model
@@ -46,22 +47,36 @@ def require_served_by(tier: str, code: int, shown: str) -> None:
     assert served["stats"][f"{tier}_get_bytes"] > 0
 
 
-def test_a_second_process_answers_from_the_disk(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_process_answers_from_the_disk(
+    demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "out" / "tier" / "somebody-else-s"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("kept")
     code = demo("--tier", "disk", "--json")
     require_served_by("disk", code, capsys.readouterr().out)
+    assert list(kept.parent.iterdir()) == [kept]
 
 
 def test_a_second_process_answers_from_a_server(
     demo: Demo, redis: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = demo("--tier", f"redis://127.0.0.1:{redis.port}", "--json")
-    require_served_by("valkey", code, capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    require_served_by("valkey", code, shown)
+    found = json.loads(shown)
+    stored = Stored(**found["stored"])
+    report = "\n".join(
+        restart_lines(Restart(**found | {"stored": stored, "served": Served(**found["served"])}))
+    )
+    assert len(stored.hashes) >= 3
+    assert all(name in report for name in (*stored.hashes, "valkey-cli unlink"))
 
 
 def test_the_report_says_it_in_words(
     demo: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    asked: list[object] = []
+    asked: list[Any] = []
 
     def found(*arguments: object) -> Restart:
         asked.append(arguments[-1])
@@ -69,7 +84,10 @@ def test_the_report_says_it_in_words(
 
     monkeypatch.setattr(command, "restart", found)
     assert demo("--tier", tmp_path / "there") == 0
-    assert asked == [{"local_disk": str(tmp_path / "there"), "max_local_disk_size": 1.0}]
+    (asked_for,) = asked
+    assert asked_for["max_local_disk_size"] == 1.0
+    assert Path(asked_for["local_disk"]).parent == tmp_path / "there"
+    assert not (tmp_path / "there").exists()
     shown = capsys.readouterr().out
     told = ("768 of 800 tokens hit", "768 of them served from the tier 'disk'", "equals full recompute")
     assert all(wanted in shown for wanted in (*QUESTIONS, *told))

@@ -217,3 +217,9 @@ def test_an_engine_that_cannot_be_made_closes_its_tiers() -> None:
     with oracle.engine() as engine, pytest.raises(ConfigError, match="belongs to an engine"):
         CacheEngine(engine.config, metadata, engine.connector, [tier])
     assert tier.calls_of("close") == [[]]
+
+
+def test_a_relative_folder_is_named_in_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(local_disk="d1/tier", max_local_disk_size=1)
+    assert registry.tier_urls(config) == [f"file://{tmp_path}/d1/tier"]

@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_restart(platform: Platform, path: Path, args: argparse.Namespace) -> int:
-    tier = tier_settings(args.tier, args.output)
-    found = restart(path, args.platform, DTYPES[dtype_name(platform, args)], tier)
+    with tier_settings(args.tier, args.output) as tier:
+        found = restart(path, args.platform, DTYPES[dtype_name(platform, args)], tier)
     print(json.dumps(asdict(found), indent=2) if args.json else "\n".join(restart_lines(found)))
     return 1 if found.faults else 0
 

@@ -16,6 +16,12 @@ def ignore(steps: int) -> None:
     """Show nothing."""
 
 
+def say(text: str) -> None:
+    """Show what begins, before there is anything to count; on stderr, and only at a terminal."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Tick]:
     """Show on stderr how many of `total` steps are done; what is yielded is told of each.

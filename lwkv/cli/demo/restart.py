@@ -6,15 +6,18 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import TypeVar
 
 import torch
 
 from lwkv.cli.demo.model_file import load_model
 from lwkv.cli.demo.play import CHUNK_SIZE, MAX_ANSWER, make_config, make_prompts, num_shared
+from lwkv.cli.demo.progress import progress_bar, say
 from lwkv.cli.demo.stage import Run, Stage, open_stage
 from lwkv.cli.run_setup import core_for_transfers, make_writable
 from lwkv.config.settings import Config
@@ -40,7 +43,10 @@ class Play:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the first process found: the first answer, the second by full recompute, and chunks stored."""
+    """What the first process found: the first answer, the second by full recompute, and chunks stored.
+
+    `hashes` are in the names of the chunks of both prompts, in every tier.
+    """
 
     first: list[int]
     recomputed: list[int]
@@ -48,6 +54,7 @@ class Stored:
     num_stored: int
     num_prompt: int
     texts: list[str]
+    hashes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +81,36 @@ class Restart:
     faults: list[str]
 
 
-def tier_settings(text: str, output: Path) -> dict[str, object]:
+@contextmanager
+def tier_settings(text: str, output: Path) -> Iterator[dict[str, object]]:
     """Read what `--tier` gives: "disk" for a folder in `output`, a folder, or the URL of a remote tier.
 
+    The demo has a folder of its own inside, which is removed in the end, as is the folder if it was made.
     Raises ConfigError where it is none of these, or the folder cannot be made.
     """
-    if text == _DISK or "://" not in text or text.startswith("file://"):
-        folder = output / "tier" if text == _DISK else Path(text.removeprefix("file://"))
-        make_writable(folder)
-        settings: dict[str, object] = {"local_disk": str(folder), "max_local_disk_size": _DISK_GIB}
-    else:
-        settings = {"remote_url": text}
-    Config(**settings)
-    return settings
+    if text != _DISK and "://" in text and not text.startswith("file://"):
+        settings: dict[str, object] = {"remote_url": text}
+        Config(**settings)
+        yield settings
+        return
+    folder = (output / "tier" if text == _DISK else Path(text.removeprefix("file://"))).resolve()
+    was_there = folder.exists()
+    make_writable(folder)
+    own = mkdtemp(prefix="lwkv-demo-", dir=folder)
+    try:
+        yield {"local_disk": own, "max_local_disk_size": _DISK_GIB}
+    finally:
+        rmtree(own)
+        if not was_there:
+            folder.rmdir()
 
 
 def restart(model: Path, platform: str | None, dtype: torch.dtype, tier: dict[str, object]) -> Restart:
     """Answer one question in a process, end it, and answer the next in another one that has only the tier."""
     play = Play(model, platform, dtype, tier, uuid.uuid4().hex)
+    say("Starting the first process: it computes and stores")
     stored = _in_a_process(compute_and_store, play)
+    say("Starting the second process: it loads and answers")
     served = _in_a_process(load_and_answer, play)
     [url] = tier_urls(Config(**tier))
     return Restart(url, list(QUESTIONS), stored, served, list(restart_faults(stored, served)))
@@ -101,8 +119,12 @@ def restart(model: Path, platform: str | None, dtype: torch.dtype, tier: dict[st
 def compute_and_store(play: Play) -> Stored:
     """The first process."""
     with _stage(play) as (stage, tokenizer, first, second):
-        recomputed = [stage.run(replace(prompt, salts=()), stage.no_cache) for prompt in (first, second)]
-        cold = stage.run(first, stage.by_layers)
+        total = stage.num_layers * (2 * len(first.tokens) + len(second.tokens))
+        with progress_bar("First process", total) as tick:
+            plain = [replace(prompt, salts=()) for prompt in (first, second)]
+            recomputed = [stage.run(prompt, stage.no_cache, tick) for prompt in plain]
+            cold = stage.run(first, stage.by_layers, tick)
+        keys = [key for prompt in (first, second) for key in stage.engine.keys(prompt.tokens, prompt.salts)]
         return Stored(
             cold.answer.tokens,
             recomputed[1].answer.tokens,
@@ -110,6 +132,7 @@ def compute_and_store(play: Play) -> Stored:
             cold.num_stored * CHUNK_SIZE,
             recomputed[1].answer.num_prompt,
             [tokenizer.decode(run.answer.tokens).strip() for run in (cold, recomputed[1])],
+            list(dict.fromkeys(key.hash.hex() for key in keys)),
         )
 
 
@@ -117,7 +140,8 @@ def load_and_answer(play: Play) -> Served:
     """The second process."""
     with _stage(play) as (stage, _, _, second):
         num_hit = stage.engine.lookup(second.tokens, second.salts)
-        run: Run = stage.run(second, stage.by_layers)
+        with progress_bar("Second process", stage.num_layers * (len(second.tokens) - num_hit)) as tick:
+            run: Run = stage.run(second, stage.by_layers, tick)
         stats, tier = stage.engine.stats(), stage.engine.tier_names[-1]
         return Served(
             run.answer.tokens,

@@ -30,7 +30,22 @@ def restart_lines(found: Restart) -> Iterator[str]:
     yield f"  loaded by the second, by layers    {served.first_token_s * 1e3:8.1f} ms"
     read = served.stats.get(f"{served.tier}_get_bytes", 0)
     yield f"  {read / 2**20:.1f} MiB read from the tier"
+    yield ""
+    yield from _left_behind(found)
     if found.faults:
         yield ""
         yield "Faults"
         yield from (f"  - {fault}" for fault in found.faults)
+
+
+def _left_behind(found: Restart) -> Iterator[str]:
+    """What the demo leaves in the tier, and how to remove it."""
+    if found.tier.startswith("file://"):
+        yield "Nothing is left: the demo's folder in the tier has been removed"
+        return
+    yield "Left in the tier, found by nobody else: chunks with these in their names"
+    yield from (f"  {name}" for name in found.stored.hashes)
+    yield "On a Valkey or Redis server, this removes them:"
+    yield f"  for name in {' '.join(found.stored.hashes)}; do"
+    yield '    valkey-cli --scan --pattern "*$name*" | xargs -r valkey-cli unlink'
+    yield "  done"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,3 +82,12 @@ def test_the_documents_are_the_whole_handbook_and_hold_the_answer() -> None:
     assert len(texts) == 3
     assert all(chapter.strip() in "\n\n".join(texts) for chapter in read_document().split("\n\n")[1:])
     assert sum(ANSWER in text for text in texts) == 1
+
+
+def test_a_terminal_sees_a_bar_for_every_part(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert demo("--json", "--dtype", "float32") == 0
+    for part in ("starting", "Loading tiny", "Preparing the engine", "Full prefill, and caching", "Blending"):
+        assert part in shown.getvalue()

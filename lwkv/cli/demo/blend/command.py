@@ -8,7 +8,16 @@ from dataclasses import asdict, replace
 
 from lwkv.cli.demo.arguments import add_model_arguments, dtype_name, load_chosen
 from lwkv.cli.demo.blend.picture import blend_lines, draw_curves
-from lwkv.cli.demo.blend.play import NUM_ANSWER, ORDER, QUESTION, BlendFindings, documents, num_runs, play
+from lwkv.cli.demo.blend.play import (
+    NUM_ANSWER,
+    ORDER,
+    QUESTION,
+    BlendFindings,
+    documents,
+    num_runs,
+    play,
+    prepare,
+)
 from lwkv.cli.demo.blend.trial import Trial
 from lwkv.cli.demo.progress import progress_bar
 from lwkv.cli.run_setup import core_for_transfers, make_writable
@@ -44,8 +53,12 @@ def run(args: argparse.Namespace) -> int:
 def _find(platform: Platform, args: argparse.Namespace) -> BlendFindings:
     named = load_chosen(platform, args)
     longest = sum(len(named.tokenizer.encode(text)) for text in documents()) + _MARGIN + NUM_ANSWER
-    trial = Trial(named.model, named.tokenizer, num_answer=NUM_ANSWER, longest=longest, platform=platform)
+    with progress_bar("Preparing the engine", 1) as tick:
+        trial = Trial(named.model, named.tokenizer, num_answer=NUM_ANSWER, longest=longest, platform=platform)
+        tick(1)
     try:
+        with progress_bar("Full prefill, and caching", 2) as tick:
+            prepare(trial, tick)
         with progress_bar("Blending", num_runs(args.repeats)) as tick:
             ways, curves, faults = play(trial, args.repeats, tick)
         return BlendFindings(

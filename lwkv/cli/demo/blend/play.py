@@ -82,10 +82,16 @@ def selectors(num_layers: int) -> dict[str, Callable[[], Selector]]:
     }
 
 
-def play(trial: Trial, repeats: int, tick: Tick) -> tuple[list[WayFound], list[Curve], list[str]]:
-    """Run everything; `tick` is told of each run."""
+def prepare(trial: Trial, tick: Tick) -> None:
+    """Compute the demo's question in full, and cache its documents; `tick` is told of both."""
     trial.begin(demo_task())
+    tick(1)
     trial.encode()
+    tick(1)
+
+
+def play(trial: Trial, repeats: int, tick: Tick) -> tuple[list[WayFound], list[Curve], list[str]]:
+    """Run every way of a trial that is prepared; `tick` is told of each run."""
     chosen = selectors(trial.model.shape.num_layers)
     full = WayFound(
         "full prefill",
