@@ -67,6 +67,7 @@ def _tensors(cache: PagedCache) -> list[torch.Tensor]:
     return list(tensors.values()) if isinstance(tensors, dict) else list(tensors)
 
 
+@pytest.mark.slow
 @needs_smollm2
 def test_answers_and_every_bit_of_the_cache_are_those_of_raw_pages(
     smollm2: tuple[Model, Tokenizer], platform: Platform

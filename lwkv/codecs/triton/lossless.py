@@ -38,58 +38,67 @@ class TritonLossless:
         sizes = form.rows, pairs, triton.next_power_of_2(pairs), form.groups, form.page_bytes
         places = form.tops_at, form.codes_at, form.signs_at, form.escapes_at
         header = form.rows, pairs, form.groups, form.num_starts, form.page_bytes, form.escapes_at
-        decoded, coded = tuning.decode_groups, tuning.encode_groups
-        self._decode = _Kernel(source.decode, (*sizes, *places, decoded), tuning.decode_warps)
-        self._encode = _Kernel(source.encode, (*sizes, *places, coded), tuning.encode_warps)
-        self._number = _Kernel(source.number, (*header, *MAGIC, VERSION, BLOCK), tuning.encode_warps)
-        self._collect = _Kernel(
-            source.collect, (*sizes, form.codes_at, form.escapes_at, coded), tuning.encode_warps
-        )
+        decoded, warps, coded, code_warps = tuning
+        all_of_them = (*sizes, *places)
+        self._decode = _Kernel(source.decode, (CODED, HALVES, WORDS, RAW), (*all_of_them, decoded), warps)
+        self._encode = _Kernel(source.encode, (CODED, HALVES, WORDS, RAW), (*all_of_them, coded), code_warps)
+        self._number = _Kernel(source.number, (CODED, WORDS), (*header, *MAGIC, VERSION, BLOCK), code_warps)
+        escapes = form.codes_at, form.escapes_at, coded
+        self._collect = _Kernel(source.collect, (CODED, WORDS, RAW), (*sizes, *escapes), code_warps)
         self._decode_grid, self._encode_grid = -(-form.groups // decoded), -(-form.groups // coded)
 
     def prepare(self, device_memory: Tensor) -> None:
         if self.takes_handles:
-            for kernel, tensors in self._calls(device_memory, device_memory):
-                kernel.compile(tensors)
+            for kernel in (self._decode, self._encode, self._number, self._collect):
+                kernel.compile(device_memory, device_memory)
 
     def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
-        _, *calls = self._calls(coded, raw)
-        grids = (self._encode_grid, num_pages, 1), (num_pages, 1, 1), (self._encode_grid, num_pages, 1)
-        for (kernel, tensors), grid in zip(calls, grids, strict=True):
-            kernel(grid, tensors, handle)
+        groups = self._encode_grid, num_pages, 1
+        self._encode(groups, coded, raw, handle)
+        self._number((num_pages, 1, 1), coded, raw, handle)
+        self._collect(groups, coded, raw, handle)
 
     def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
-        kernel, tensors = self._calls(coded, raw)[0]
-        kernel((self._decode_grid, num_pages, 1), tensors, handle)
+        self._decode((self._decode_grid, num_pages, 1), coded, raw, handle)
 
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
         return self._form.whole(heads)
 
-    def _calls(self, coded: Tensor, raw: Tensor) -> list[tuple[_Kernel, tuple[Tensor, ...]]]:
-        halves, words, pages = coded.view(torch.int16), coded.view(torch.int32), raw.view(torch.int32)
-        return [
-            (self._decode, (coded, halves, words, pages)),
-            (self._encode, (coded, halves, words, pages)),
-            (self._number, (coded, words)),
-            (self._collect, (coded, words, pages)),
-        ]
+
+class _Pointer(NamedTuple):
+    """What a kernel is given: coded pages, or with `is_raw` raw ones, as numbers of a dtype."""
+
+    is_raw: bool
+    dtype: torch.dtype
+
+
+CODED, HALVES, WORDS = (_Pointer(False, dtype) for dtype in (torch.uint8, torch.int16, torch.int32))
+RAW = _Pointer(True, torch.int32)
 
 
 class _Kernel:
-    """A kernel with its constants; its tensors begin at multiples of 16 bytes."""
+    """A kernel with its pointers and constants; all tensors begin at multiples of 16 bytes."""
 
-    def __init__(self, kernel: Any, constants: tuple[int, ...], warps: int) -> None:
-        self._kernel, self._constants, self._warps = kernel, constants, warps
+    def __init__(
+        self, kernel: Any, pointers: tuple[_Pointer, ...], constants: tuple[int, ...], warps: int
+    ) -> None:
+        self._kernel, self._pointers, self._constants, self._warps = kernel, pointers, constants, warps
         self._compiled: Any = None
 
-    def compile(self, tensors: tuple[Tensor, ...]) -> None:
+    def compile(self, coded: Tensor, raw: Tensor) -> None:
+        tensors = self._tensors(coded, raw)
         self._compiled = self._kernel.warmup(*tensors, *self._constants, grid=(1,), num_warps=self._warps)
 
-    def __call__(self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], handle: int | None) -> None:
+    def __call__(self, grid: tuple[int, int, int], coded: Tensor, raw: Tensor, handle: int | None) -> None:
         if handle is None:
-            self._kernel[grid](*tensors, *self._constants, num_warps=self._warps)
+            self._kernel[grid](*self._tensors(coded, raw), *self._constants, num_warps=self._warps)
             return
         if self._compiled is None:
-            self.compile(tensors)
+            self.compile(coded, raw)
         # What is compiled takes addresses: its launcher asks the driver about every tensor.
-        self._compiled[grid](*map(Tensor.data_ptr, tensors), *self._constants, stream=handle)
+        addresses = coded.data_ptr(), raw.data_ptr()
+        given = [addresses[pointer.is_raw] for pointer in self._pointers]
+        self._compiled[grid](*given, *self._constants, stream=handle)
+
+    def _tensors(self, coded: Tensor, raw: Tensor) -> list[Tensor]:
+        return [(coded, raw)[pointer.is_raw].view(pointer.dtype) for pointer in self._pointers]
