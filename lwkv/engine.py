@@ -226,7 +226,7 @@ class CacheEngine:
     ) -> Generator[None, None, None]:
         """Store what is new of one request, in num_layers + 1 steps on every path.
 
-        Take step i + 1 when the current stream has been told to compute layer i, counted as in
+        Take step i + 1 when the current stream has queued work that computes layer i, counted as in
         `retrieve_layer`. The last step lets the chunks become visible once their bytes have arrived, and
         makes the current stream wait until the blocks have been read. Chunks wholly in the masked part, known
         ones and those that lack a slot are left out; where host memory cannot be freed for all, the first
@@ -281,7 +281,7 @@ class CacheEngine:
         """Block until all stores and loads in flight have ended, and lower tiers have all that was stored.
 
         False if that takes over `timeout_s`, or a tier did not take all since the last call: it failed, or is
-        left alone. With `write_back` the next call tries again what the latter was to get.
+        skipped for now. With `write_back` the next call tries again what the latter was to get.
 
         On a closed engine that is what `close` did not wait for.
 
@@ -291,19 +291,19 @@ class CacheEngine:
         return self._completions.wait_idle(timeout_s) and self._storage.wait_idle(deadline - time.monotonic())
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start, and what is held now; at rest pins and writes_in_flight are 0. Never waits:
-        of a lower tier it tells what that told last.
+        """Totals since the start, and what is held now; when idle, pins and writes_in_flight are 0.
 
-        Names that begin with a tier's name, "host" first, tell of that tier: see lwkv.telemetry.tier_meter.
+        Never waits for a lower tier, and returns the tier's last values. Names that begin with a tier's name,
+        "host" first, are that tier's: see lwkv.telemetry.tier_meter.
         """
         return self._gauges() | self.counts()
 
     def counts(self) -> dict[str, int]:
-        """Those of `stats` that only grow; all others tell what there is now."""
+        """Those of `stats` that only grow; all others are values as they are now."""
         return self._parts.counters.totals() | self._storage.counts()
 
     def metrics(self, **labels: str) -> str:
-        """What `stats` tells, as text for Prometheus, with `labels` on every metric; the caller serves it."""
+        """`stats` as text for Prometheus, with `labels` on every metric; the caller serves it."""
         return prometheus_text(self.counts(), self._gauges(), self.tier_names, **labels)
 
     def wait_for_memory(self, timeout_s: float) -> bool:

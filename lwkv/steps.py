@@ -27,8 +27,8 @@ class StepResult:
         loaded: for each load, bool (tokens,) on the host: True where the token's KV was in place in every
             layer before that layer was waited for. A promised token that is False must be computed again, and
             nothing computed from its request in this step may be used.
-        stored: whether the step's stores were handed on. They are not if any promised token failed: what was
-            computed in such a step may rest on it.
+        stored: whether the step's stores were passed to the engine. They are not if any promised token
+            failed: what was computed in such a step may depend on it.
     """
 
     loaded: list[torch.Tensor]
@@ -84,7 +84,7 @@ class LayerSteps:
         self._result: StepResult | None = None
 
     def look_up(self) -> list[int]:
-        """Find out how many tokens of each load will come, and let them set out; nothing is written yet.
+        """Find out how many tokens of each load will come, and start their copies; nothing is written yet.
 
         For an engine that has some work to do before `start_load_kv`, such as clearing blocks.
         """
@@ -120,7 +120,7 @@ class LayerSteps:
             self._advance_load(number + 1)
 
     def save_kv_layer(self, layer: str | int) -> None:
-        """Queue the save of `layer`, whose KV the current stream has been told to write.
+        """Queue the save of `layer`; the current stream has queued work that writes its KV.
 
         A layer that shares the KV of another one has been saved with that.
 
@@ -184,7 +184,7 @@ class LayerSteps:
             self._masks = masks
 
     def _end_store(self) -> bool:
-        """Hand the stores on, if all that was promised has been loaded, or give them up."""
+        """Pass the stores to the engine if all that was promised has been loaded, else give them up."""
         store = self._store
         if store is None:
             return False

@@ -98,4 +98,4 @@ class CompletionThread:
 
     def _note(self, error: BaseException) -> None:
         self._counters.add("transfer_errors")
-        log.error("a transfer did not end as it should: %s", repr(error))
+        log.error("cleanup of a transfer failed: %s", repr(error))

@@ -1,4 +1,4 @@
-"""Threads of the background are given a moment to end before the interpreter goes away."""
+"""Threads of the background are given a moment to end before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def waitable(seconds: float) -> float:
 def end_at_exit(thing: EndsAtExit) -> None:
     """Let `thing` end at the interpreter's exit, in `EXIT_SECONDS` together with all others.
 
-    A daemon thread that is inside torch while the interpreter goes away can abort the process. So this comes
+    A daemon thread that is inside torch while the interpreter exits can abort the process. So this comes
     before the first thread starts; where the exit has begun, `thing` leaves at once and must start none.
     """
     _exit_of(os.getpid()).add(thing)

@@ -179,7 +179,7 @@ class Blender:
         return blended
 
     def stats(self) -> dict[str, float]:
-        """What the next share rests on: speeds in seconds a token and layer, 0 where nothing was timed yet.
+        """What the next share depends on: speeds in seconds a token and layer, 0 where nothing was timed yet.
 
         Totals are in the engine's own `stats`: `blend_tokens_*`, `blend_decisions_*`, `blend_retries`.
         """

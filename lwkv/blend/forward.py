@@ -97,7 +97,7 @@ class BlendPass:
         Args:
             wait: returns when work queued from now on finds a layer's loads in the cache; asked for the
                 layers in order, for some of them more than once.
-            written: told when a layer's rows are written, once for each layer.
+            written: called when a layer's rows are written, once for each layer.
         """
         self._wait, self._written = wait, written
         rows = self._first if self._asking is None else self._needed(self._asking, self._first)

@@ -1,4 +1,4 @@
-"""How long a pass computed and how long it waited for its loads, told without blocking anybody."""
+"""How long a pass computed and how long it waited for its loads, measured without blocking."""
 
 from __future__ import annotations
 

@@ -56,15 +56,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{str(args.folder)!r} is no folder: give the local_disk of a configuration")
     try:
         found = list(_look(args.folder, args.verify))
-        removed = _clean(args.folder, found, args.verify) if args.clean else []
+        removed = _clean(args.folder, found, args.verify) if args.clean else None
     except OSError as error:
         raise ConfigError(f"{str(args.folder)!r} cannot be used: {error}") from error
     if args.json:
-        document = {"files": [asdict(file) for file in found], "removed": removed}
+        document = {"files": [asdict(file) for file in found], "removed": removed or []}
         print(json.dumps(document, indent=2))
     else:
         print("\n".join(_lines(found, removed, args.verify)))
-    return 1 if any(file.fault and file.name not in removed for file in found) else 0
+    return 1 if any(file.fault and file.name not in (removed or ()) for file in found) else 0
 
 
 def _look(folder: Path, verify: bool) -> Iterator[FileFound]:
@@ -181,14 +181,16 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _lines(found: list[FileFound], removed: list[str], verified: bool) -> Iterator[str]:
+def _lines(found: list[FileFound], removed: list[str] | None, verified: bool) -> Iterator[str]:
+    """A line for each file, and the sums; `removed` is None where nothing was to be."""
     for file in found:
-        gone = " (removed)" if file.name in removed else ""
+        gone = " (removed)" if file.name in (removed or ()) else ""
         yield f"{file.num_bytes / 2**20:9.2f} MiB  {file.kind:21}  {file.name}  {_about(file)}{gone}".rstrip()
     whole = [file for file in found if file.kind == Kind.CHUNK.value and not file.fault]
     checked = "every byte as its checksum says" if verified else "checksums not compared: --verify does"
     yield f"{len(whole)} chunks, {sum(file.num_bytes for file in whole) / 2**30:.2f} GiB; {checked}"
-    yield f"{sum(bool(file.fault) for file in found)} files with a fault, {len(removed)} removed"
+    faults = f"{sum(bool(file.fault) for file in found)} files with a fault"
+    yield faults if removed is None else f"{faults}, {len(removed)} removed"
 
 
 def _about(file: FileFound) -> str:

@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns its exit code; 2 for wrong input, which is told in one line on stderr."""
+    """Run one subcommand. Returns its exit code; 2 for wrong input, which is reported in a line on stderr."""
     chosen, rest = _command_parser().parse_known_args(argv)
     try:
         follow_log_level()

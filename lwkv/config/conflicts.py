@@ -46,7 +46,7 @@ def find_conflicts(
     """Every contradiction, a line each: the keys, their values and where they came from.
 
     Args:
-        unknown: settings whose values are not those that the user meant; what rests on one is left out.
+        unknown: settings whose values are not those that the user meant; conflicts with them are left out.
         more: contradictions of whoever extends the settings.
     """
     return [

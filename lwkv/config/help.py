@@ -27,8 +27,8 @@ def show_settings(model: type[Model]) -> type[Model]:
 def _row(model: type[BaseModel], key: str) -> list[str]:
     field = model.model_fields[key]
     kind, default = allowed_of(model, key).kind, f"{field.default!r}"
-    told = f"    {key} ({kind}" + (f", {default}" if len(default) < 20 else "") + f"): {field.description}"
-    return wrap(told, 100, subsequent_indent=" " * 8)
+    text = f"    {key} ({kind}" + (f", {default}" if len(default) < 20 else "") + f"): {field.description}"
+    return wrap(text, 100, subsequent_indent=" " * 8)
 
 
 def _parameter(model: type[BaseModel], key: str) -> inspect.Parameter:

@@ -106,7 +106,7 @@ class Saver:
                 save.spilled |= {layer}
 
     def save_layer(self, save: Save, layer: int) -> None:
-        """Save a layer that the current stream has been told to compute.
+        """Save a layer that queued work of the current stream writes.
 
         It is queued when its group is full, at the latest in `finish_save`: a model's own code makes ours
         slow in between, and queued in a row, several layers take little more than one. Its rows must not

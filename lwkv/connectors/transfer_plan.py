@@ -160,7 +160,7 @@ class Plan:
         if self._known is None:
             return self._make_copies(number, layer, pages[None]).batch(0, 1)
         if layers.stop > self._num_prepared:
-            # The first layers by themselves: they are in a hurry.
+            # The first layers by themselves: they are latency-critical.
             self._num_prepared = FIRST_LAYERS if layers.stop <= FIRST_LAYERS else len(self._known)
             known = self._known[: self._num_prepared]
             self._prepared = [self._make_copies(i, layer, known) for i in range(self.num_slices)]

@@ -24,7 +24,7 @@ class Caches:
     Args:
         config: chunk size and staging.
         platform: of the device the caches are on.
-        describe: tells the layers of what is registered, as `describe_layers`.
+        describe: gives the layers of what is registered, as `describe_layers`.
 
     Attributes:
         layers: those that are moved, `num_layers` on one `device`; one whose KV another has too is left out.

@@ -120,7 +120,7 @@ class BatchRetrieval:
                 continue
             if self._queued < self.num_layers:
                 with DeviceFailuresTo(self._give_up):
-                    self._queue_there(load)
+                    self._queue_arrived(load)
             if self.reached == self.num_layers or (self._sync and self.reached):
                 with DeviceFailuresTo(self._give_up):
                     late = self._queued < self.reached
@@ -128,7 +128,7 @@ class BatchRetrieval:
                         self._queue_next(load)
                     self._loader.wait_layer(load, self.reached - 1)
                     if late:  # more may have arrived meanwhile, to travel while this layer computes
-                        self._queue_there(load)
+                        self._queue_arrived(load)
 
     def finish(self) -> list[torch.Tensor]:
         """Advance behind the last layer and release everything.
@@ -187,7 +187,7 @@ class BatchRetrieval:
         load: Load = self._loader.begin_load(Transfer.join(transfers), pages)
         return load
 
-    def _queue_there(self, load: Load) -> None:
+    def _queue_arrived(self, load: Load) -> None:
         """Queue what is there of the layers wanted and, where that keeps the link busy, behind them."""
         wanted = min(self.reached, self.num_layers - 1)
         self._tier_pages.ask_up_to(wanted + self._config.prefetch_layers)

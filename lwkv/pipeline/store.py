@@ -49,7 +49,7 @@ class BatchStoring:
         self.close()
 
     def advance(self, layer: int) -> None:
-        """Queue the saves of the layers up to `layer`, which the current stream has been told to compute.
+        """Queue the saves of the layers up to `layer`; the current stream has queued work that writes them.
 
         The first time, take pages for all layers of the new chunks: for the first of them that fit. Nothing
         is done a second time.

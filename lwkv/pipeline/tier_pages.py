@@ -67,5 +67,5 @@ class TierPages:
         )
 
     def split(self, chunks: Flags) -> list[Flags]:
-        """Cut what tells something of every chunk, (chunks,), into each hold's share."""
+        """Cut an array with a value for every chunk, (chunks,), into each hold's share."""
         return np.split(chunks, np.cumsum([len(hold.found) for hold in self._holds]))[: len(self._holds)]

@@ -26,7 +26,7 @@ class ReferenceEngine:
         cache: of the model's shape, dtype and device.
         steps: the KV cache beside the engine.
         lookup: asked once a request for the cached prefix; None means that nothing is ever loaded.
-        mark: told of every layer's phases, but not of those of prompts that are blended.
+        mark: called for every layer's phases, but not of those of prompts that are blended.
         blender: on a cache engine of the same cache; None where the segments of prompts mean nothing.
             Segments that were not cached are computed alone and stored once their prompt is answered.
 
@@ -136,7 +136,7 @@ class ReferenceEngine:
     def _advance(self, work: Work, num_present: int, stored: bool, token: int) -> bool:
         """Take over a step's outcome for one request; True if it is finished."""
         state = work.state
-        # After a failed load the step's KV and logits rest on garbage: the token is dropped, the rest redone.
+        # After a failed load the step's KV and logits are wrong: the token is dropped, the rest redone.
         if not self._scheduler.complete(work, num_present, stored) or work.end < len(state.tokens):
             return False
         return self._sample(state, token)

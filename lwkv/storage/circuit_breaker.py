@@ -22,11 +22,12 @@ DOUBLINGS = 6
 
 
 class CircuitBreaker:
-    """One kind of calls to one tier, which is left alone while it fails or does not answer.
+    """One kind of calls to one tier, which is skipped while it fails or does not answer.
 
-    One error may be the fault of what was asked for; from the second in a row on, the tier rests for 1 s,
-    then 2, up to 64, and what is queued is not begun. While any call has been under way for `timeout_s` s no
-    other is begun, so that a tier that hangs keeps no pages but those it has in hand. Both end by themselves.
+    One error may be the fault of what was asked for; from the second in a row on, the tier is skipped for
+    1 s, then 2, up to 64, and what is queued is not begun. While any call has been under way for `timeout_s`
+    s no other is begun, so that a tier that hangs keeps no pages but those it has in hand. Both end by
+    themselves.
     Time in the queue does not count: many calls are no outage. Thread-safe.
 
     Errors are counted, and logged by `throttle`, which several kinds of calls to one tier may share.
@@ -57,7 +58,7 @@ class CircuitBreaker:
         self._rest_until = clock()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call; the future is cancelled where the tier is left alone, and after `close`."""
+        """Queue a call; the future is cancelled where the tier is skipped, and after `close`."""
         if not self.is_answering():
             self._counters.add(f"{self._tier}_skipped")
             return cancel(Future())
@@ -80,7 +81,7 @@ class CircuitBreaker:
             self._counters.add(f"{self._tier}_timeouts")
             self._skip_queued()
             log.warning(
-                "tier %s: no answer to a %s within %g s: left alone until there is",
+                "tier %s: no answer to a %s within %g s: skipped until it answers",
                 self._tier,
                 self._kind,
                 self._timeout_s,
@@ -143,9 +144,9 @@ class CircuitBreaker:
             self._counters.add(f"{self._tier}_skipped", skipped)
 
     def _count_failure(self) -> bool:
-        """Whether a rest begins with this one."""
+        """Whether the tier is skipped from now on."""
         now = self._clock()
-        # Calls that were on their way when the rest began say nothing new.
+        # Calls that had begun before it was skipped say nothing new.
         if now < self._rest_until:
             return False
         self._failures += 1

@@ -44,7 +44,7 @@ def all_whole(layer: int, pages: Int64s) -> npt.NDArray[np.bool_]:
 
 
 class Guard:
-    """Calls a tier on threads of its own, checks what it answers and counts what goes wrong. Thread-safe.
+    """Calls a tier on threads of its own, checks its answers and counts failures. Thread-safe.
 
     Look-ups do not queue behind reads, reads not behind writes, nor one tier's calls behind another's. A tier
     that fails is a miss.
@@ -98,7 +98,7 @@ class Guard:
         call = self._looks.submit(partial(self._contains, keys))
         wait([call], waitable(self._timeout_s))
         if not call.done():
-            self._looks.is_answering()  # tells of it, once
+            self._looks.is_answering()  # logs it, once
             call.cancel()
         answered = call.done() and not call.cancelled() and call.exception() is None
         return call.result() if answered else [False] * len(keys)
@@ -138,12 +138,12 @@ class Guard:
 
     @property
     def unread_until(self) -> float:
-        """Until when loads leave the tier alone, as CircuitBreaker.rests_until."""
+        """Until when loads skip the tier, as CircuitBreaker.rests_until."""
         return max(self._reads.rests_until, self._looks.rests_until)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Block until nothing is read or written, and `gauges` tells so; False if the former took longer than
-        `timeout_s` seconds."""
+        """Block until nothing is read or written and `gauges` is up to date; False if the former took longer
+        than `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         idle = self._wait_calls(deadline)
         if idle:
@@ -256,7 +256,7 @@ def ask_whether_there(tier: Tier, keys: Sequence[ChunkKey], deadline_s: float) -
     """What a tier's `contains` says of each key. Raises TypeError, ValueError for what is no answer."""
     answer = tier.contains(keys, deadline_s)
     _check_length("contains", answer, len(keys))
-    _check_told(answer)
+    _check_flags(answer)
     return [bool(there) for there in answer]
 
 
@@ -273,7 +273,7 @@ def _check_length(call: str, answers: Sequence[object], expected: int) -> None:
         raise ValueError(f"{call} of {expected} keys returned {len(answers)} answers")
 
 
-def _check_told(answers: Sequence[object]) -> None:
+def _check_flags(answers: Sequence[object]) -> None:
     for answer in answers:
         if not isinstance(answer, (bool, int, np.bool_)):
             raise TypeError(f"contains returned {answer!r} for a key; a tier returns True or False for each")

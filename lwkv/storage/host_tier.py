@@ -27,7 +27,7 @@ class Chunk:
 
 
 class Watcher(Protocol):
-    """Is told what becomes visible and what goes, in order, under the tier's lock: it must not block."""
+    """Called for what becomes visible and what goes, in order, under the tier's lock: it must not block."""
 
     def kept(self, keys: Sequence[ChunkKey]) -> None: ...
 

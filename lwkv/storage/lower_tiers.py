@@ -18,7 +18,7 @@ from lwkv.storage.host_tier import Chunk
 from lwkv.storage.prompt_part import PromptPart
 
 
-class Debt(NamedTuple):
+class PendingCopy(NamedTuple):
     """A complete chunk of `part` that these tiers are to get; owns a reference to its pages."""
 
     guards: Sequence[Guard]
@@ -33,15 +33,15 @@ class LowerTiers:
     Chunks are copied as soon as they are complete. With `write_back` they are copied when the chunks not
     copied yet have more than half of the pool, those stored longest ago first, or with `settle`. Until a
     chunk has been copied its pages have one reference more, so that it is not evicted. What a tier that is
-    left alone does not take stays to be copied, up to that half; the rest is given up.
+    skipped does not take stays to be copied, up to that half; the rest is given up.
     """
 
     def __init__(self, guards: Sequence[Guard], pool: HostPool, write_back: bool) -> None:
         self.guards = guards
         self._pool = pool
         self._write_back = write_back
-        self._debts: deque[Debt] = deque()
-        self._pages_owed = 0
+        self._pending: deque[PendingCopy] = deque()
+        self._pending_pages = 0
         self._given_up = 0
         self._lock = threading.Lock()
 
@@ -68,11 +68,11 @@ class LowerTiers:
         if not guards:
             return
         self._pool.share(chunk.pages)
-        debt = Debt(guards, key, chunk, part)
-        if self._defer(debt):
+        copy = PendingCopy(guards, key, chunk, part)
+        if self._defer(copy):
             self._settle(self._pool.max_pages // 2)
         else:
-            self._write_now(debt)
+            self._write_now(copy)
 
     def settle(self) -> None:
         """Start to copy all that is not copied yet."""
@@ -85,7 +85,7 @@ class LowerTiers:
         idle = self.wait_idle(timeout_s)
         with self._lock:
             given_up, self._given_up = self._given_up, 0
-            return idle and not given_up and not self._debts
+            return idle and not given_up and not self._pending
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until nothing is read or written; False if that took longer than `timeout_s` seconds."""
@@ -102,47 +102,47 @@ class LowerTiers:
         return all(ended)
 
     def _settle(self, most_pages: int) -> None:
-        for _ in range(len(self._debts)):  # no more often: what a tier does not take comes back
-            if (debt := self._next_deferred(most_pages)) is not None:
-                self._write_now(debt)
+        for _ in range(len(self._pending)):  # no more often: what a tier does not take comes back
+            if (copy := self._next_deferred(most_pages)) is not None:
+                self._write_now(copy)
 
-    def _defer(self, debt: Debt, most_pages: float = float("inf")) -> bool:
+    def _defer(self, copy: PendingCopy, most_pages: float = float("inf")) -> bool:
         """Note that a chunk is to be copied later, if there are no more than `most_pages` then; takes over a
         reference to its pages."""
-        num_pages = len(debt.chunk.pages)
+        num_pages = len(copy.chunk.pages)
         with self._lock:
-            if not self._write_back or self._pages_owed + num_pages > most_pages:
+            if not self._write_back or self._pending_pages + num_pages > most_pages:
                 return False
-            self._debts.append(debt)
-            self._pages_owed += num_pages
+            self._pending.append(copy)
+            self._pending_pages += num_pages
             return True
 
-    def _write_now(self, debt: Debt) -> None:
+    def _write_now(self, copy: PendingCopy) -> None:
         with ExitStack() as ending:
-            ending.callback(self._pool.release, debt.chunk.pages)
-            self._write(debt)
+            ending.callback(self._pool.release, copy.chunk.pages)
+            self._write(copy)
 
-    def _next_deferred(self, most_pages: int) -> Debt | None:
+    def _next_deferred(self, most_pages: int) -> PendingCopy | None:
         with self._lock:
-            if self._pages_owed <= most_pages:
+            if self._pending_pages <= most_pages:
                 return None
-            debt = self._debts.popleft()
-            self._pages_owed -= len(debt.chunk.pages)
-            return debt
+            copy = self._pending.popleft()
+            self._pending_pages -= len(copy.chunk.pages)
+            return copy
 
-    def _write(self, debt: Debt) -> None:
-        for guard in debt.guards:
-            self._pool.share(debt.chunk.pages)
+    def _write(self, copy: PendingCopy) -> None:
+        for guard in copy.guards:
+            self._pool.share(copy.chunk.pages)
             with ExitStack() as undo:
-                undo.callback(self._pool.release, debt.chunk.pages)
-                put = guard.put(debt.key, debt.chunk, debt.part)
+                undo.callback(self._pool.release, copy.chunk.pages)
+                put = guard.put(copy.key, copy.chunk, copy.part)
                 undo.pop_all()
-            put.add_done_callback(partial(self._written, debt._replace(guards=(guard,))))
+            put.add_done_callback(partial(self._written, copy._replace(guards=(guard,))))
 
-    def _written(self, debt: Debt, put: Future[bool]) -> None:
-        if put.cancelled() and self._defer(debt, self._pool.max_pages // 2):
+    def _written(self, copy: PendingCopy, put: Future[bool]) -> None:
+        if put.cancelled() and self._defer(copy, self._pool.max_pages // 2):
             return
         if put.cancelled() or put.exception() is not None or not put.result():
             with self._lock:
                 self._given_up += 1
-        self._pool.release(debt.chunk.pages)
+        self._pool.release(copy.chunk.pages)

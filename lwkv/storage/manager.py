@@ -40,7 +40,7 @@ class StorageManager:
         tiers: lower tiers, nearest first.
         timeout_s: seconds a call of a lower tier may take before it counts as failed.
         counters: where errors and refusals are counted.
-        clock: seconds; when a tier is late, how long it rests, and when a line is logged again.
+        clock: seconds; when a tier is late, how long it is skipped, and when a line is logged again.
         use_device: called by the thread that page-locks memory, before all else.
         keep_in_host: False where pages only pass through host memory, to and from lower tiers.
         write_back: when lower tiers get chunks, see LowerTiers.
@@ -213,7 +213,7 @@ class StorageManager:
         return self.lower.flush(timeout_s)
 
     def unread_tiers(self) -> dict[str, float]:
-        """Lower tiers that loads leave alone now, and until when by the clock; see Guard.unread_until."""
+        """Lower tiers that loads skip now, and until when by the clock; see Guard.unread_until."""
         now = self._clock()
         rests = {guard.name: guard.unread_until for guard in self.lower.guards}
         return {name: until for name, until in rests.items() if until > now}

@@ -13,7 +13,7 @@ from lwkv.pool.host_pool import HostPool
 class PageQuarantine:
     """Keeps pages from being handed out again until `grace_s` seconds have passed. Thread-safe.
 
-    Nobody watches the clock: `let_go` frees those whose time is over.
+    No timer: `let_go` frees those whose time is over.
     """
 
     def __init__(self, pool: HostPool, grace_s: float, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""In which order chunks are to go, so that a prefix is evicted from its end."""
+"""Chunks in eviction order, so that a prefix is evicted from its end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class PrefixOrder(Generic[Key]):
-    """Chunks in the order in which they are to go. Not thread-safe.
+    """Chunks in eviction order. Not thread-safe.
 
-    A chunk is of use only with all chunks before it. Those that lack one of them go first: they are orphans.
-    The others go by their last use, and whoever uses a chunk uses those before it: it goes before them.
+    A chunk is of use only with all chunks before it. Those that lack one of them are evicted first: they are
+    orphans. The others are evicted by their last use. Using a chunk also uses those before it, and it is
+    evicted before them.
 
     A call takes time by the chunks that it is given and those before them. None looks at all chunks.
     """
@@ -103,8 +104,8 @@ class PrefixOrder(Generic[Key]):
         if not was_orphan:
             self._orphan(self.behind(key))
 
-    def let_go_first(self, key: Key) -> None:
-        """Have a chunk that is here go before all others; those behind it are orphans from here on."""
+    def evict_first(self, key: Key) -> None:
+        """Have a chunk that is here evicted before all others; those behind it are orphans from here on."""
         self._orphan(self.behind(key))
         self._orphans[key] = None
         self._orphans.move_to_end(key, last=False)

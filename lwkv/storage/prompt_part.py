@@ -21,7 +21,7 @@ class PromptPart:
         self._known_to: set[Hashable] = set()
 
     def let_know(self, tier: Hashable, follow: Callable[[Sequence[ChunkKey]], None]) -> None:
-        """Call `follow` with all keys, the first time for this tier; who comes meanwhile waits for that."""
+        """Call `follow` with all keys, the first time for this tier; concurrent callers wait for that."""
         with self._locks[tier]:
             if tier not in self._known_to:
                 follow(self.keys)

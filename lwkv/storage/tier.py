@@ -32,7 +32,7 @@ class Missing(IntEnum):
     MISS = -1
     """The tier that had the chunk does not have this layer of it."""
     ERROR = -2
-    """Its tier failed, or is left alone because it did."""
+    """Its tier failed, or is skipped because it did."""
     NO_MEMORY = -3
     """No page of host memory was free, and none could be freed."""
     LATE = -4
@@ -44,12 +44,12 @@ class Tier(Protocol):
 
     Calls block, run on threads of the tier's guard, several at once, and should return within `deadline_s`
     seconds; whoever waits has its own clock. Raising counts as ERROR for every key of the call: raise where
-    the tier itself fails, so that it is left alone for a while. A chunk is present when its layer 0 is: the
+    the tier itself fails, so that it is skipped for a while. A chunk is present when its layer 0 is: the
     guard puts layer 0 last, in a call of its own, and only where every other layer was OK; a tier removes it
-    first. What a tier cannot vouch for (another key, other bytes than were put) is a MISS.
+    first. What a tier cannot verify (another key, other bytes than were put) is a MISS.
 
     At the interpreter's exit the calls under way have five seconds to return, all tiers together: a thread
-    that is inside torch when the interpreter goes away can abort the process.
+    that is inside torch when the interpreter exits can abort the process.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Gauged(Protocol):
 
 @runtime_checkable
 class Lingering(Protocol):
-    """What a tier tells whose transfers outlive its calls: `get` may write to pages that were not OK for
+    """Declared by a tier whose transfers outlive its calls: `get` may write to pages that were not OK for
     `grace_s` seconds after it returned or raised. They are nobody else's until then, or until `close`."""
 
     grace_s: float
@@ -139,11 +139,11 @@ class Lingering(Protocol):
 
 @dataclass(frozen=True)
 class TierSetup:
-    """What a tier is told of the engine that it serves.
+    """What a tier learns of the engine that it serves.
 
-    `page_format` tells people and other tools how the bytes of a page are laid out; the namespace of the keys
-    covers all of it. Pages are parts of the pool's slabs: `page.untyped_storage()` is the slab, which lives
-    as long as the engine. Why something failed is counted in `counters`, as "<tier>_<reason>".
+    `page_format` describes how the bytes of a page are laid out, for people and other tools; the namespace of
+    the keys covers all of it. Pages are parts of the pool's slabs: `page.untyped_storage()` is the slab,
+    which lives as long as the engine. Why something failed is counted in `counters`, as "<tier>_<reason>".
     """
 
     config: Config

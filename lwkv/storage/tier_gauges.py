@@ -1,4 +1,4 @@
-"""What a tier tells of itself, as far as is known: whoever reads it never waits for the tier."""
+"""The last gauges of a tier: reading them never waits for the tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lwkv.telemetry.counters import Counters
 class TierGauges:
     """The gauges of one tier, which is asked on a thread of its own. Thread-safe.
 
-    What it told last stays true until it tells something else, also while it fails or hangs.
+    Last values are kept until there are new ones, also while the tier fails or hangs.
     """
 
     def __init__(self, tier: Tier, timeout_s: float, counters: Counters, clock: Callable[[], float]) -> None:
@@ -27,13 +27,13 @@ class TierGauges:
         self.wait_new(timeout_s)
 
     def known(self) -> dict[str, int]:
-        """The numbers as the tier told them last, by name. It is asked again, for the next time."""
+        """The tier's last numbers, by name. It is asked again, for the next call."""
         if self._asked is None or self._asked.done():
             self._ask()
         return dict(self._known)
 
     def wait_new(self, timeout_s: float) -> None:
-        """Block until the tier has told its numbers as they are now, `timeout_s` seconds at most."""
+        """Block until the tier has returned its present numbers, `timeout_s` seconds at most."""
         deadline = time.monotonic() + min(timeout_s, self._timeout_s)
         # What is under way may have been answered before this call.
         for asked in (self._asked, self._ask()):

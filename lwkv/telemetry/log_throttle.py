@@ -11,7 +11,7 @@ PERIOD_S = 60.0
 
 
 class LogThrottle:
-    """Warns at most once in `PERIOD_S` seconds and tells how often it kept silent since. Thread-safe.
+    """Warns at most once in `PERIOD_S` seconds and reports how many were left out since. Thread-safe.
 
     Counters have the totals: a line a request would only bury them.
     """

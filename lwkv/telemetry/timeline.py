@@ -60,7 +60,7 @@ class Timeline:
     """Records spans from any thread, without blocking the host; they are resolved when asked for.
 
     A span on a stream has device time, from two events; one without a stream has the host's clock, as have
-    all where `features.event_timing` is False: there a span tells when its work was queued. Both clocks start
+    all where `features.event_timing` is False: there a span shows when its work was queued. Both clocks start
     at the same origin. Device time loses digits away from it (8 µs after 100 s): `restart()` now and then.
     """
 

@@ -101,7 +101,7 @@ class Rig:
     def forget(self, *numbers: int) -> None:
         """Have the host tier evict these chunks."""
         for chunk_key in keys(*numbers):
-            self.host._order.let_go_first(chunk_key)
+            self.host._order.evict_first(chunk_key)
         assert self.host.evict(len(numbers) * NUM_LAYERS)
 
     def lookup(self, *numbers: int) -> int:

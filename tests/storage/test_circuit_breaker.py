@@ -136,7 +136,7 @@ def test_no_call_is_made_while_one_is_late_and_that_is_told_once(
     peer.clock.now += 0.25
     for _ in range(3):
         assert peer.calls.submit(lambda: True).cancelled()
-    assert caplog.messages == ["tier disk: no answer to a read within 10 s: left alone until there is"]
+    assert caplog.messages == ["tier disk: no answer to a read within 10 s: skipped until it answers"]
     assert peer.counters.totals() == {"disk_timeouts": 1, "disk_skipped": 3}
     peer.gate.set()
     assert peer.end(late) is None

@@ -66,7 +66,7 @@ def test_what_is_to_go_first_goes_before_all_others() -> None:
     order: PrefixOrder[int] = PrefixOrder()
     add(order, 1, 2)
     add(order, 3, 4)
-    order.let_go_first(3)
+    order.evict_first(3)
     assert list(order) == [3, 4, 2, 1]
     order.remove(3)
     assert list(order) == [4, 2, 1]

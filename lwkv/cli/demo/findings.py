@@ -164,7 +164,7 @@ def _faults(results: Results) -> Iterator[str]:
                 f"engine counts {run.num_retrieved} as retrieved, and {run.answer.num_loaded} were used"
             )
     if results.spoiled.answer.tokens == second.answer.tokens and _drift(results.spoiled, second) == 0:
-        yield "with a loaded block spoiled the logits stay the same: they do not rest on what was loaded"
+        yield "with a loaded block spoiled the logits stay the same: they do not depend on what was loaded"
 
 
 def _differences(what: str, run: Run, timed: Sequence[Run], recomputed: Run) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Loads with a block spoiled, which show that answers rest on what was loaded."""
+"""Loads with a block spoiled, which show that answers depend on what was loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lwkv.transfer import NO_SLOT
 class SpoiledLoads(LayerSteps):
     """Loads layer by layer, then forgets one block: zeros in place of its KV, in every layer.
 
-    It is the last block that was loaded. What does not change then did not rest on it. Blocks must be the
+    It is the last block that was loaded. What does not change then did not depend on it. Blocks must be the
     first dimension of the cache's tensors.
     """
 

@@ -90,7 +90,7 @@ def _open_folder(path: Path) -> _Opened:
 
 
 class _Watched:
-    """A source that tells of each tensor read."""
+    """A source that reports each tensor read."""
 
     def __init__(self, source: TensorSource, tick: Tick) -> None:
         self._source = source

@@ -24,7 +24,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Tick]:
-    """Show on stderr how many of `total` steps are done; what is yielded is told of each.
+    """Show on stderr how many of `total` steps are done; call what is yielded for each.
 
     Silent where stderr is no terminal or the package `tqdm` is not installed.
     """

@@ -32,7 +32,7 @@ _DISK_GIB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """What both processes are told: the model, where it runs, the settings of the tier, whose cache it is."""
+    """What both processes get: the model, where it runs, the settings of the tier, whose cache it is."""
 
     model: Path
     platform: str | None

@@ -86,7 +86,7 @@ class Stage:
         self.spoiled = SpoiledLoads(self.engine, self._cache)
 
     def run(self, prompt: Prompt, steps: KVSteps, tick: Tick = ignore) -> Run:
-        """Answer `prompt` with one of the KV caches; `tick` is told of the tokens computed in each layer."""
+        """Answer `prompt` with one of the KV caches; `tick` gets the tokens computed in each layer."""
         lookup = None if steps is self.no_cache else self.engine.lookup
         engine = ReferenceEngine(
             self._model, self._cache, steps=steps, lookup=lookup, limits=self._limits, mark=self._mark

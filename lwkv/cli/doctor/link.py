@@ -14,7 +14,7 @@ from lwkv.platforms import Platform, Stream
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """Bytes a second in each direction; `intact` tells whether the bytes came back as they were sent."""
+    """Bytes a second in each direction; `intact`: whether the bytes came back as they were sent."""
 
     load: float
     save: float

@@ -14,11 +14,11 @@ def examine_memory(report: Report, config: Config | None) -> None:
     limits, locked = read_limits(), read_lock_limit()
     report.memory = {limit.what: f"{gib(limit.total)}, {gib(limit.free)} free" for limit in limits}
     report.memory["locked memory (ulimit -l)"] = (
-        "no limit" if locked is None else f"{locked >> 10} KiB, which does not bind a device's driver"
+        "no limit" if locked is None else f"{locked >> 10} KiB, which does not apply to GPU drivers"
     )
     if config is None:
         return
-    report.memory["max_local_cpu_size"] = f"{config.max_local_cpu_size:g} GiB, taken as it fills"
+    report.memory["max_local_cpu_size"] = f"{config.max_local_cpu_size:g} GiB, page-locked in the background"
     try:
         refuse_too_much(config, limits)
     except ConfigError as error:

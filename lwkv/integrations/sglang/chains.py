@@ -1,4 +1,4 @@
-"""Which page comes before which: SGLang gives pages away without saying."""
+"""Which page comes before which: SGLang does not say when it hands over pages to store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_PAGES = 1 << 16
 class Chains:
     """The pages before those that were looked up last, two times `MOST_PAGES` of them at most.
 
-    A prefill in parts is looked up whole and given away part by part.
+    A prefill in parts is looked up whole and handed over to store part by part.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The class that SGLang makes: its calls, handed on to a CacheLink."""
+"""The class that SGLang makes: its calls, passed to a CacheLink."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that SGLang gives away to be kept, all of a tick in one transfer a layer."""
+"""Pages that SGLang hands over to store, all of a tick in one transfer a layer."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _refuse_scales(pool: Any, name: str) -> None:
 
 
 def _revision(server_args: Any) -> str:
-    """What else tells the bytes of a prompt apart: weights, and how they are read and used."""
+    """What else the bytes of a prompt depend on: weights, and how they are read and used."""
     revision = str(getattr(server_args, "revision", None) or "")
     values = {name: value for name in _MODEL if (value := getattr(server_args, name, None))}
     if getattr(server_args, "speculative_algorithm", None):

@@ -135,7 +135,7 @@ def _metadata(vllm_config: Any, spec: KVSpec, num_layers: int, rank: Rank) -> Ca
 
 
 def _revision(vllm_config: Any) -> str:
-    """What else tells bytes of a prompt apart: weights, how they are read, scales measured each time."""
+    """What else the bytes of a prompt depend on: weights, how they are read, scales measured each time."""
     model = vllm_config.model_config
     revision = str(model.revision or "")
     for key in ("quantization", "hf_overrides"):

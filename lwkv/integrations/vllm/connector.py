@@ -1,4 +1,4 @@
-"""The class that vLLM makes: its hooks, handed on to the scheduler's or the worker's half."""
+"""The class that vLLM makes: its hooks, passed to the scheduler's or the worker's half."""
 
 from __future__ import annotations
 

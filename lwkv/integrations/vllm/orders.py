@@ -1,4 +1,4 @@
-"""What the scheduler's half tells every worker's half, once a step."""
+"""What the scheduler's half sends to every worker's half, once a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has told the scheduler of its chunks, and what there is to tell."""
+"""Which chunks a worker has reported to the scheduler, and changes not yet reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lwkv.storage import StorageManager
 
 
 class Presence:
-    """Watches one engine's host tier. A chunk may be told as kept before its bytes have arrived there.
+    """Watches one engine's host tier. A chunk may be reported as stored before its bytes have arrived there.
 
     `kept` and `dropped` come from any thread, the rest from the one that runs the forward pass.
     """
@@ -29,7 +29,7 @@ class Presence:
 
     @property
     def on_its_way(self) -> Set[ChunkKey]:
-        """Chunks that were told as kept and may not have arrived yet."""
+        """Chunks that were reported as stored and may not have arrived yet."""
         return self._on_its_way
 
     def changes(self, accepted: Sequence[ChunkKey]) -> tuple[list[bytes], list[bytes]]:
@@ -44,12 +44,12 @@ class Presence:
         while self._changes:
             there, keys = self._changes.popleft()
             state.update(dict.fromkeys(keys, there))
-        told, self._on_its_way = self._on_its_way, set()
-        doubtful = [key for key in dict.fromkeys([*told, *accepted]) if key not in state]
+        reported, self._on_its_way = self._on_its_way, set()
+        doubtful = [key for key in dict.fromkeys([*reported, *accepted]) if key not in state]
         for key, kept in zip(doubtful, self._storage.is_kept(doubtful), strict=True):
             if kept is None:
                 self._on_its_way.add(key)
-            if kept is False or key not in told:
+            if kept is False or key not in reported:
                 state[key] = kept is not False
         return (
             [key.hash for key, kept in state.items() if kept],

@@ -1,4 +1,4 @@
-"""What every worker's half tells the scheduler's half, once a step."""
+"""What every worker's half reports to the scheduler's half, once a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankReport:
         kept: chunks that are in host memory or surely will be.
         dropped: chunks that are not in host memory any more.
         failed: chunks that could not be loaded, wherever they were thought to be.
-        unread: the lower tiers that loads leave alone, and for how many seconds, infinity for until the rank
+        unread: the lower tiers that loads skip, and for how many seconds, infinity for until the rank
             reports again; None where that is as reported last.
         fetched: numbers of fetches that have ended: what they have brought is among `kept`, now or before.
     """

@@ -195,7 +195,7 @@ class SchedulerSide:
             del self._cared_for[step]
 
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
-        """Learn which blocks vLLM was told to compute again. What is behind them rests on them."""
+        """Learn which blocks vLLM will compute again. What is behind them depends on them."""
         self._stale.add(blocks)
         if blocks:  # vLLM sets requests back
             self._wake(self._tracked.values())

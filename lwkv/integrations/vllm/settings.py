@@ -43,7 +43,7 @@ class Settings(Config):
             advice = "vLLM's models cannot recompute some tokens of a prompt; leave it out"
             yield ("enable_blending",), advice
         if self.save_unfull_chunk and self.save_decode_cache:
-            advice = "a rest would be stored anew with every token; set one of them to false"
+            advice = "an unfilled chunk would be stored again with every token; set one of them to false"
             yield ("save_unfull_chunk", "save_decode_cache"), advice
 
 

@@ -1,4 +1,4 @@
-"""Blocks that hold garbage: their load failed, or they were computed on such, and not again since."""
+"""Blocks with wrong contents: their load failed, or what they hold depends on such a block."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lwkv.integrations.vllm.scheduled import ScheduledRequest
 
 
 class StaleBlocks:
-    """Finds requests that compute on such blocks, so that nothing of it is stored.
+    """Finds requests whose results depend on such blocks, so that none of these is stored.
 
     vLLM has one request of those that share a block compute it again, and counts it as computed for the
     others, in its prefix cache too. Where that request gets fewer tokens a step, or ends before, the others
-    run on what was never loaded, and what they compute is as bad.
+    use what was never loaded, and what they compute is wrong too.
 
     Attributes:
-        additions: counts how often there came some. A request whose blocks were tested since is tested again
+        additions: how often blocks were added. A request whose blocks were tested since is tested again
             only when it gets blocks that others have.
     """
 
@@ -30,7 +30,7 @@ class StaleBlocks:
         return len(self._sound)
 
     def add(self, blocks: Iterable[int]) -> None:
-        """Learn which blocks hold garbage, whatever was known of them."""
+        """Add blocks whose contents are wrong, whatever was known of them."""
         blocks = [block for block in blocks if block != NULL_BLOCK]
         self.additions += any(self._sound.get(block) != 0 for block in blocks)
         self._sound.update(dict.fromkeys(blocks, 0))
@@ -45,7 +45,7 @@ class StaleBlocks:
         return bool(self._sound) and (seen != self.additions or not self._sound.keys().isdisjoint(written))
 
     def pass_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Take out what a step computes, mark requests that compute on the rest, and put in what these do."""
+        """Remove what a step computes, mark requests that use the others, and add what these compute."""
         for item in scheduled:
             spoiled_from = item.tracked.spoiled_from
             if spoiled_from is not None and item.computed <= spoiled_from:
@@ -69,7 +69,7 @@ class StaleBlocks:
         first = item.begin // size
         for number, block in enumerate(blocks[first : -(-item.in_place // size)], first):
             sound = self._sound.get(block, size)
-            # What another request has left of the block in front of `begin` is not made sound by the rest.
+            # A block is not correct if what another request left in it, in front of `begin`, is wrong.
             if sound < size and item.begin <= number * size + sound:
                 self._sound[block] = max(sound, min(size, item.in_place - number * size))
                 if self._sound[block] == size:

@@ -19,7 +19,7 @@ from lwkv.storage.tier import Ordered
 from lwkv.telemetry.counters import Counters
 
 ANSWER_S = 0.5
-"""Seconds that a lookup waits for a tier; what is not told by then is computed."""
+"""Seconds that a lookup waits for a tier; what it has not answered by then is computed."""
 
 
 class LowerTier:

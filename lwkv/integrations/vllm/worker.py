@@ -117,7 +117,7 @@ class WorkerSide:
         self._announce(self._store_steps, (), [self._store_request(move) for move in orders.stores])
 
     def look_up(self) -> None:
-        """Let the first layers of all loads set out; vLLM may still clear the blocks that they go to."""
+        """Start to copy the first layers of all loads; vLLM may still clear the blocks that they go to."""
         # Not where chunks are still on their way to host memory: that wait is for later.
         if not self._loads_ended and not self._loads_are_on_their_way():
             self._load_steps.look_up()
@@ -139,7 +139,7 @@ class WorkerSide:
             self._is_waited_for |= name == self._last_layer
 
     def save_layer(self, name: str) -> None:
-        """Queue the stores of a layer that the model has been told to compute."""
+        """Queue the stores of a layer; queued work of the model writes it."""
         if not self._loads_ended:
             self._load_steps.save_kv_layer(name)
         if self._orders.stores and not self._ended:
@@ -171,7 +171,7 @@ class WorkerSide:
         return ended
 
     def report(self) -> RankReport | None:
-        """What there is to tell since the last report; None for nothing."""
+        """Changes not yet reported; None for none."""
         fetched = self._prefetches.ended()  # before what is kept: all that these have brought is in that
         kept, dropped = self._presence.changes(self._accepted)
         failed = [key.hash for key in self._failed]
@@ -200,7 +200,7 @@ class WorkerSide:
             self._prefetches.begin(fetch.number, unpacked(namespace, hashes), fetch.first)
 
     def _new_unread_tiers(self) -> dict[str, float] | None:
-        """The tiers that loads leave alone, and for how many seconds; None where nothing has changed."""
+        """The tiers that loads skip, and for how many seconds; None where nothing has changed."""
         unread = self.engine.parts().storage.unread_tiers()
         before, self._unread = self._unread, unread
         if unread == before:
@@ -225,7 +225,7 @@ class WorkerSide:
             steps.begin((), ())
 
     def _wait_for_stores(self) -> None:
-        """Let chunks arrive in host memory that the scheduler was told of ahead."""
+        """Wait for chunks that were reported to the scheduler before their bytes arrived."""
         if self._loads_are_on_their_way():
             self.engine.parts().completions.wait_idle(self.engine.config.load_timeout_s)
 
@@ -269,7 +269,7 @@ class WorkerSide:
         if not self._orders.stores:
             return True
         if self._orders.acknowledged < self._failed_step:
-            # What was computed may rest on what was not loaded.
+            # What was computed may depend on what was not loaded.
             self._announce(self._store_steps, (), ())
             self._count_dropped()
             return False

@@ -69,7 +69,7 @@ class Launch:
 
 
 def sizes_and_strides(k: Tensor) -> tuple[int, ...]:
-    """What a kernel is told of a paged view: its sizes and strides."""
+    """What a kernel gets of a paged view: its sizes and strides."""
     return (*k.shape[1:], *k.stride()[:3])
 
 

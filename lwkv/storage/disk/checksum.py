@@ -1,6 +1,6 @@
 """The checksum of what the disk tier keeps: CRC-32.
 
-It tells every burst of up to 32 wrong bits and all but one in four billion of other damage; it is no
+It detects every burst of up to 32 wrong bits and all but one in four billion of other damage; it is no
 protection from forgers. Of what the standard library has it is the fastest by far, 1.4 to 2 GB/s a core where
 BLAKE2b has 0.3 to 0.9. The packages isal and zlib-ng compute the same number at the speed of memory, and are
 used where they are installed.

@@ -86,7 +86,7 @@ class Folder:
         except OSError as error:
             if not isinstance(error, TimeoutError) and error.errno not in NO_SPACE:
                 raise
-            log.warning("tier disk: what is in %s is counted later: %s", path, error)
+            log.warning("tier disk: cannot list %s now, will retry: %s", path, error)
 
     @property
     def num_files(self) -> int:
@@ -206,7 +206,7 @@ class Folder:
         self._uses.forget(os.path.basename(path))
         if goes == bad_path:
             os.rename(path, bad_path)
-            self._uses.let_go_first(bad)
+            self._uses.evict_first(bad)
 
     def _begin(self, key: str, num_bytes: int) -> Draft:
         deadline = time.monotonic() + self._timeout_s / 2

@@ -21,14 +21,14 @@ MOST_LINKS = 16384
 
 @dataclass(slots=True)
 class Use:
-    """When a file was last used, and when the other processes were told of it, in seconds since the epoch."""
+    """When a file was last used, and the time set on it for other processes; in seconds since the epoch."""
 
     at: float
-    told_at: float
+    file_time: float
 
 
 class Spared(NamedTuple):
-    """What is not to go: files of these names, and `orphans` whose parent may be on its way."""
+    """What is not to be evicted: files of these names, and `orphans` whose parent may be on its way."""
 
     names: Collection[str] = ()
     orphans: bool = False
@@ -60,7 +60,7 @@ class Uses:
                 self._order.add(name, self._links.pop(name, None))
 
     def follow(self, prompt: Sequence[str], now: float) -> dict[str, float]:
-        """Note that the files of chunks in a row are used; return the times that others are to be told."""
+        """Note that the files of chunks in a row are used; return the times to set on files, by name."""
         with self._lock:
             for name, parent in zip(prompt, parents_of(prompt), strict=True):
                 if name in self._uses:
@@ -76,7 +76,7 @@ class Uses:
             latest = self._not_before(now) - STEP_S * (len(row) - 1)
             for distance, before in enumerate(reversed(row[:-1]), 1):
                 if (use := self._uses.get(before)) is not None:
-                    return min(latest, use.told_at - STEP_S * distance)
+                    return min(latest, use.file_time - STEP_S * distance)
             return latest
 
     def before(self, name: str) -> set[str]:
@@ -93,12 +93,12 @@ class Uses:
         with self._lock:
             self._remove(name)
 
-    def let_go_first(self, name: str) -> None:
+    def evict_first(self, name: str) -> None:
         """Have a file be the next one that is taken."""
         with self._lock:
             self._uses[name] = Use(0.0, 0.0)
             self._order.add(name, None)
-            self._order.let_go_first(name)
+            self._order.evict_first(name)
 
     def take_oldest(self, spared: Spared, now: float) -> tuple[str, float] | None:
         """Take the file that is to go next out of the order: its name and when it was used. None for none."""
@@ -124,21 +124,21 @@ class Uses:
             for name in sorted(self._uses, key=lambda name: self._uses[name].at):
                 self._order.add(name, order.parent(name) or self._links.pop(name, None))
                 if not self._uses[name].at:
-                    self._order.let_go_first(name)
+                    self._order.evict_first(name)
 
     def _use(self, prompt: Sequence[str], now: float) -> dict[str, float]:
         row = self._with_before(prompt)
         self._order.use(row)
         now = latest = self._not_before(now)
-        told = {}
+        times = {}
         for depth, name in enumerate(row):
             if (use := self._uses.get(name)) is not None:
                 use.at = now - STEP_S * depth
-                if not (now - TOUCH_S <= use.told_at <= latest):
-                    told[name] = use.told_at = latest
-                latest = use.told_at
+                if not (now - TOUCH_S <= use.file_time <= latest):
+                    times[name] = use.file_time = latest
+                latest = use.file_time
             latest -= STEP_S
-        return told
+        return times
 
     def _with_before(self, prompt: Sequence[str]) -> list[str]:
         """Chunks in a row with all that are known to come before them."""

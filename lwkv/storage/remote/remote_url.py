@@ -55,7 +55,7 @@ class RemoteURL:
             raise self.refuse(f"{name} is {shown(self.options[name])}; allowed: {allowed}") from None
 
     def refuse(self, problem: str) -> ConfigError:
-        """Make the error that tells of a `problem` with this address."""
+        """Make the error for a `problem` with this address."""
         return ConfigError(f"remote_url {self}: {problem}")
 
 

@@ -185,7 +185,7 @@ def test_logits_that_do_not_rest_on_the_loaded_blocks_are_a_fault(
     assert demo() == 1
     shown = capsys.readouterr().out
     assert "one loaded block spoiled: the same answer, logits differ by up to 0" in shown
-    assert "do not rest on what was loaded" in shown
+    assert "do not depend on what was loaded" in shown
 
 
 def test_a_missing_model_package_is_one_line_with_what_to_install(

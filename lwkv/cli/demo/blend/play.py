@@ -83,7 +83,7 @@ def selectors(num_layers: int) -> dict[str, Callable[[], Selector]]:
 
 
 def prepare(trial: Trial, tick: Tick) -> None:
-    """Compute the demo's question in full, and cache its documents; `tick` is told of both."""
+    """Compute the demo's question in full, and cache its documents; `tick` is called after each."""
     trial.begin(demo_task())
     tick(1)
     trial.encode()
@@ -91,7 +91,7 @@ def prepare(trial: Trial, tick: Tick) -> None:
 
 
 def play(trial: Trial, repeats: int, tick: Tick) -> tuple[list[WayFound], list[Curve], list[str]]:
-    """Run every way of a trial that is prepared; `tick` is told of each run."""
+    """Run every way of a trial that is prepared; `tick` is called after each run."""
     chosen = selectors(trial.model.shape.num_layers)
     full = WayFound(
         "full prefill",
@@ -112,7 +112,7 @@ def play(trial: Trial, repeats: int, tick: Tick) -> tuple[list[WayFound], list[C
 
 
 def num_runs(repeats: int) -> int:
-    """How many runs `play` tells its tick of."""
+    """How often `play` calls its tick."""
     return 3 * repeats + 4 * len(SHARES)
 
 

@@ -47,7 +47,7 @@ GRACE_S = 10.0
 
 
 def open_tier(url: str, setup: TierSetup) -> MooncakeTier:
-    """See TierModule. A master that is not there yet is told of in the log."""
+    """See TierModule. A master that is not there yet is logged."""
     address = read_address(url)
     import_mooncake(address.url)
     try:
@@ -171,7 +171,7 @@ def _verified(client: MooncakeStore, key: LayerKey, page: torch.Tensor, code: in
     num_bytes = page.nbytes + MOST_SEAL_BYTES
     if code >= 0:
         return code if code == num_bytes and seal == _seal(key, page) else WRONG_BYTES
-    # An object of another size is not told from a node that fails.
+    # An object of another size cannot be distinguished from a node that fails.
     if code == TRANSFER_FAILED and client.size(_name(key)) not in (None, num_bytes):
         return WRONG_SIZE
     return code

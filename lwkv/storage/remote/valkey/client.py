@@ -72,7 +72,7 @@ def connect(address: ValkeyAddress) -> ValkeyClient:
 
 
 def _failure(address: ValkeyAddress, told: str) -> ConfigError | ConnectionError:
-    """What to raise where the client could not connect and `told` why, which mostly is that it timed out."""
+    """What to raise where the client could not connect; `told` is its reason, mostly a timeout."""
     if any(word in told for word in _WRONG_LOGIN):
         return address.url.refuse(WRONG_LOGIN)
     fault = find_fault(address)

@@ -1,4 +1,4 @@
-"""The parts of a remote store that fail one by one, and which of them are left alone."""
+"""The parts of a remote store that fail one by one, and which of them are skipped for now."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def slot_of(tag: str) -> int:
 
 
 class Shards:
-    """Which shard has a key, and which shards rest after a failure: 1 s, then 2, up to 16. Thread-safe.
+    """Which shard has a key, and which are skipped after a failure: for 1 s, then 2, up to 16. Thread-safe.
 
-    A store of one shard never rests: the tier's guard leaves the whole tier alone.
+    A store of one shard is never skipped here: the tier's guard skips the whole tier.
     """
 
     def __init__(self, shards: Sequence[Shard], clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class Shards:
         self.replace(shards)
 
     def replace(self, shards: Sequence[Shard]) -> None:
-        """Take over who serves what now; a server that rests goes on resting."""
+        """Take over who serves what now; a server that is skipped still is."""
         self._shards = sorted(shards)
 
     def server_of(self, tag: str) -> str:
@@ -56,7 +56,7 @@ class Shards:
             return self._clock() < self._rest_until.get(server, 0.0)
 
     def failed(self, server: str, error: Exception) -> bool:
-        """Let `server` rest; whether no other one is left to ask."""
+        """Skip `server` for a while; True if no other one is left to ask."""
         others = {shard.server for shard in self._shards} - {server}
         if not others:
             return True

@@ -32,7 +32,7 @@ FIELDS_OF_LAYER = 2
 
 
 def open_tier(url: str, setup: TierSetup) -> ValkeyTier:
-    """See TierModule. A server that is not there yet is told of in the log."""
+    """See TierModule. A server that is not there yet is logged."""
     address = read_address(url)
     tier = ValkeyTier(partial(connect, address), setup.num_layers, setup.counters)
     try:
@@ -124,7 +124,7 @@ class ValkeyTier:
         return statuses
 
     def _ask(self, server: str, call: Callable[[], T]) -> T | None:
-        """Make a call; None where its server rests or fails, and raises where no other is left to ask."""
+        """Make a call; None if its server is skipped or fails. Raises where no other is left to ask."""
         if self._shards.is_resting(server):
             return None
         try:
