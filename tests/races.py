@@ -16,6 +16,8 @@ import numpy as np
 from oracle import Oracle
 from torch import Tensor
 
+from lwkv.codecs.lossless_form import LosslessForm
+from lwkv.codecs.torch_lossless import TorchLossless
 from lwkv.kernels import Rows, TorchKernels, Turn
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch
@@ -167,6 +169,38 @@ class WatchedKernels(TorchKernels):
         staged = [_spans(start + number.numpy() * size, size) for number in numbers]
         views = [layer.k, *([] if layer.v is None else [layer.v])]
         return staged, [row_spans(view, rows.slots.numpy()) for view in views]
+
+
+class WatchedCoder(TorchLossless):
+    """What codes pages in torch, telling what it touches; without `shrinks` no page can be coded."""
+
+    def __init__(self, races: Races, shrinks: bool, form: LosslessForm) -> None:
+        super().__init__(form)
+        self._races, self._shrinks = races, shrinks
+
+    def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
+        raw_span, coded_span = self._spans(raw, coded, num_pages)
+        self._races.note(reads=raw_span, writes=coded_span)
+        super().encode(raw, coded, num_pages)
+
+    def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
+        raw_span, coded_span = self._spans(raw, coded, num_pages)
+        self._races.note(reads=coded_span, writes=raw_span)
+        super().decode(coded, raw, num_pages)
+        if not self._shrinks:
+            raw[: num_pages * self.raw_bytes] = 0
+
+    def whole(self, heads: Any) -> Any:
+        return super().whole(heads) & self._shrinks
+
+    def _spans(self, raw: Tensor, coded: Tensor, num_pages: int) -> tuple[Spans, Spans]:
+        self._races.keep(raw, coded)
+        sizes = num_pages * self.raw_bytes, num_pages * self.page_bytes
+        raw_span, coded_span = (
+            [_spans(np.array([memory.data_ptr()]), size)]
+            for memory, size in zip((raw, coded), sizes, strict=True)
+        )
+        return raw_span, coded_span
 
 
 class WatchedOracle(Oracle):

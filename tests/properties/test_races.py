@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from oracle import Dims, MemoryTier, held_completions, require_rest, run_slots
-from races import Races, WatchedKernels, WatchedOracle
+from races import Races, WatchedCoder, WatchedKernels, WatchedOracle
 
+from lwkv.codecs import choice
 from lwkv.connectors import Rope, paged
 from lwkv.engine import CacheEngine
 from lwkv.storage import Status
@@ -21,6 +23,8 @@ HOST = torch.device("cpu")
 CHUNK = 8
 LAYERS = 4
 SETTINGS: dict[str, Any] = {}
+DIMS: dict[str, Any] = {}
+MOST_CHUNKS = 6
 ONE, TWO, THREE = (list(range(first, first + 24)) for first in (100, 200, 300))
 HERE, THERE = run_slots(3, 24), run_slots(40, 24, backwards=True)
 
@@ -29,11 +33,11 @@ class Traffic:
     """An engine, a model on a stream of its own, and everything they do one behind the other."""
 
     def __init__(self, races: Races, buffered: bool, lookahead: int, sync: bool, tier: MemoryTier) -> None:
-        self.oracle = WatchedOracle(races, HOST, dims=Dims(layers=LAYERS, blocks=20))
+        self.oracle = WatchedOracle(races, HOST, dims=Dims(layers=LAYERS, blocks=20, **DIMS))
         self.sync = sync
         self.engine: CacheEngine = self.oracle.engine(
             CHUNK,
-            pages=6 * LAYERS,
+            pages=MOST_CHUNKS * LAYERS,
             tiers=[tier],
             lookahead=lookahead,
             staging_buffers=3,
@@ -155,6 +159,29 @@ def test_layers_that_travel_together_are_in_order(
         sys.modules[__name__], "SETTINGS", {"staging_bytes": 1 << 16, "group_bytes": 5 * 3 * 1024}
     )
     traffic = start(buffered=False)
+    traffic.run()
+    assert races.find() is None
+
+
+@pytest.mark.parametrize("shrinks", [True, False], ids=["coded", "raw beside coded"])
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+def test_pages_that_are_coded_are_in_order(
+    races: Races,
+    start: Callable[..., Traffic],
+    buffered: bool,
+    shrinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "SETTINGS", {"page_codec": "lossless"})
+    monkeypatch.setattr(module, "DIMS", {"dtype": torch.bfloat16, "head_size": 4})
+    monkeypatch.setattr(choice, "TorchLossless", partial(WatchedCoder, races, shrinks))
+    if not shrinks:
+        monkeypatch.setattr(module, "MOST_CHUNKS", 24)
+        monkeypatch.setattr(module, "require_rest", lambda engine: None)
+    traffic = start(buffered)
+    if not shrinks:
+        traffic.connector.saver._steep = frozenset(range(LAYERS))
     traffic.run()
     assert races.find() is None
 
