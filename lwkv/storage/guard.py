@@ -23,6 +23,7 @@ from lwkv.storage.page_quarantine import PageQuarantine
 from lwkv.storage.prompt_part import PromptPart
 from lwkv.storage.tier import Lingering, Missing, Ordered, Status, Tier
 from lwkv.storage.tier_gauges import TierGauges
+from lwkv.telemetry.busy_time import BusyTime
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
@@ -73,6 +74,7 @@ class Guard:
         self._ordered = tier if isinstance(tier, Ordered) else None
         self.name = tier.name
         self.meter = Meter()
+        self.read_time, self._write_time = BusyTime(), BusyTime()
         self._quarantine = PageQuarantine(pool, tier.grace_s if isinstance(tier, Lingering) else 0.0, clock)
         self._looks = CircuitBreaker(
             tier.name, "look-up", NUM_LOOKERS, timeout_s, counters, clock, self._throttle
@@ -225,9 +227,14 @@ class Guard:
     def _call(
         self, kind: str, call: Transfer, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]
     ) -> Int64s:
-        start = time.monotonic()
-        outcomes = self._outcomes(kind, call(keys, pages, self._timeout_s), len(keys))
-        num_bytes = int((outcomes == FILLED).sum()) * self._pool.page_bytes
+        start, num_bytes = time.monotonic(), 0
+        busy = self.read_time if kind == "get" else self._write_time
+        busy.begin()
+        try:
+            outcomes = self._outcomes(kind, call(keys, pages, self._timeout_s), len(keys))
+            num_bytes = int((outcomes == FILLED).sum()) * self._pool.page_bytes
+        finally:
+            busy.end(num_bytes)
         self.meter.note_call(kind, time.monotonic() - start, num_bytes)
         return outcomes
 

@@ -218,6 +218,10 @@ class StorageManager:
         rests = {guard.name: guard.unread_until for guard in self.lower.guards}
         return {name: until for name, until in rests.items() if until > now}
 
+    def read_times(self) -> dict[str, tuple[int, float]]:
+        """For each lower tier, the bytes read so far, and the seconds in which it was being read."""
+        return {guard.name: guard.read_time.totals() for guard in self.lower.guards}
+
     @property
     def tier_names(self) -> list[str]:
         """The names of all tiers, host memory first."""

@@ -185,6 +185,7 @@ class LWKVConnector(KVConnectorBase_V1):
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if reports is not None:
             self._scheduler.learn(reports)
+        self._scheduler.result_came()
 
     def take_events(self) -> Iterable[Any]:
         return map(as_event, self._scheduler.take_events())
@@ -216,6 +217,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         window=window_of(group),
         chronicle=KVEventLog(config.chunk_size) if _announces(vllm_config) else None,
         most_decoded=1 + _most_drafts(vllm_config),
+        weighs=settings.load_when == "cheaper",
         prefetches=settings.prefetch_waiting and bool(tier_urls(config)),
     )
 

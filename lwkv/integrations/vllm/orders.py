@@ -78,6 +78,7 @@ class StepOrders:
         step: counts the scheduler's steps, from 1.
         acknowledged: the last step whose reports the scheduler had when it gave these orders.
         ended: requests that have ended, whose blocks vLLM keeps until this step has stored out of them.
+        is_timed: whether all ranks are to report, so that the scheduler learns how long the step took.
         fetches: begin with this step, and go on beside the steps after it.
         released: numbers of fetches whose chunks are not needed any more.
     """
@@ -89,6 +90,7 @@ class StepOrders:
     ended: Sequence[str] = field(default=())
     fetches: Sequence[Fetch] = field(default=())
     released: Sequence[int] = field(default=())
+    is_timed: bool = False
 
     @property
     def moves_anything(self) -> bool:

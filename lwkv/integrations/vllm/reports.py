@@ -40,6 +40,7 @@ class RankReport:
         failed: chunks that could not be loaded, wherever they were thought to be.
         unread: the lower tiers that loads skip, and for how many seconds, infinity for until the rank
             reports again; None where that is as reported last.
+        read: for lower tiers that were read since the last report, the bytes, and the seconds that it took.
         fetched: numbers of fetches that have ended: what they have brought is among `kept`, now or before.
     """
 
@@ -51,6 +52,7 @@ class RankReport:
     failed: Sequence[bytes] = field(default=())
     unread: Mapping[str, float] | None = None
     fetched: Sequence[int] = field(default=())
+    read: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from lwkv.integrations.vllm.costs import Choice
 from lwkv.integrations.vllm.index import ChunkIndex, RankKeys, leading
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, packed
 from lwkv.integrations.vllm.prompt import salts_of, token_ids
@@ -43,6 +44,7 @@ class RequestState:
         cared_for: leading tokens whose chunks are cached or were ordered to be stored.
         sound: leading tokens of which no rank can have computed garbage.
         spoiled_from: tokens from here are garbage, or were computed on some; None for no such.
+        choice: how much of what was found last is loaded; None where that was not weighed.
         tested_after: additions to the stale blocks when this request was compared with them last.
     """
 
@@ -54,6 +56,7 @@ class RequestState:
     cared_for: int = 0
     sound: int = 0
     spoiled_from: int | None = None
+    choice: Choice | None = None
     tested_after: int = 0
     _ids: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
     _num_read: int = 0
@@ -99,7 +102,7 @@ class RequestState:
         self._num_local = num_local
         # Chunks in front are not loaded, and need not be there.
         first = num_local // size
-        return self._usable(first + min(leading(self._found, first), index.most_chunks), block_size)
+        return self.usable(first + min(leading(self._found, first), index.most_chunks), block_size)
 
     def look_up_aside(self, index: ChunkIndex, aside: Aside) -> bool:
         """Find out which chunks are cached, and wait for no tier; whether `hit` is known by now.
@@ -128,7 +131,13 @@ class RequestState:
         """As `hit` has found it last, but only what is in the host memory of every rank."""
         first = self._num_local // self.chunking.chunk_size
         in_host = [tier if tier == HOST else None for tier in self._found]
-        return self._usable(first + leading(in_host, first), block_size)
+        return self.usable(first + leading(in_host, first), block_size)
+
+    def usable(self, num_chunks: int, block_size: int) -> int:
+        """Tokens that can be loaded, behind vLLM's own, where the first `num_chunks` chunks are there."""
+        num_tokens, cached = int(self.request.num_tokens), num_chunks * self.chunking.chunk_size
+        usable = min(cached, self.chunking.covered(num_tokens), num_tokens - 1)
+        return max(0, usable - usable % block_size - self._num_local)
 
     def chunks_of(self, num_loaded: int) -> range:
         """The chunks of the `num_loaded` tokens that `hit` has found last."""
@@ -137,11 +146,22 @@ class RequestState:
 
     def are_in_host(self, chunks: range) -> bool:
         """Whether these chunks, which were found, are in the host memory of every rank."""
-        return all(self._found[chunk] == HOST for chunk in chunks)
+        return all(tier == HOST for tier in self.tiers_of(chunks))
 
-    def forget_lower_tiers(self) -> None:
-        """Take what is not in host memory for not cached."""
-        self._found = [tier if tier == HOST else None for tier in self._found]
+    def tiers_of(self, chunks: range) -> Sequence[str]:
+        """The tiers of these chunks, which were found."""
+        return [tier for tier in self._found[chunks.start : chunks.stop] if tier is not None]
+
+    @property
+    def num_local(self) -> int:
+        """Tokens that vLLM had itself when `hit` was asked last."""
+        return self._num_local
+
+    def forget_lower_tiers(self, num_loaded: int) -> None:
+        """Take chunks behind the `num_loaded` tokens promised last for not cached, but for host memory."""
+        first = (self._num_local + num_loaded) // self.chunking.chunk_size
+        behind = [tier if tier == HOST else None for tier in self._found[first:]]
+        self._found = [*self._found[:first], *behind]
 
     def sources(self, num_loaded: int) -> dict[str, int]:
         """From which tier the `num_loaded` tokens come that were promised last: tokens by its name."""
@@ -224,12 +244,6 @@ class RequestState:
         keys = [packed(own[:whole]) for own in self.keys(index, span.num_tokens) if own]
         ids = self._read(span.num_tokens)
         return Move(ids, self.salts, _block_row(blocks, block_size, span), span.first, span.end, keys)
-
-    def _usable(self, num_chunks: int, block_size: int) -> int:
-        """Tokens that can be loaded where the first `num_chunks` chunks are there."""
-        num_tokens, cached = int(self.request.num_tokens), num_chunks * self.chunking.chunk_size
-        usable = min(cached, self.chunking.covered(num_tokens), num_tokens - 1)
-        return max(0, usable - usable % block_size - self._num_local)
 
     def _look_up(self, index: ChunkIndex, num_tokens: int) -> None:
         if self._has_to_look_up(index, num_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, wait
@@ -14,6 +15,7 @@ from uuid import uuid4
 from lwkv.background.workers import Workers
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.agenda import Agenda
+from lwkv.integrations.vllm.costs import Costs, tokens_and_position
 from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.kv_events import KVEventLog, Removed, Stored
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Fetch, Move, StepOrders
@@ -23,8 +25,12 @@ from lwkv.integrations.vllm.request_state import RequestState, Span
 from lwkv.integrations.vllm.scheduled import ScheduledRequest
 from lwkv.integrations.vllm.stale_blocks import StaleBlocks
 from lwkv.integrations.vllm.waiting_loads import WaitingLoads
+from lwkv.integrations.vllm.worker_meter import rank_gauge
+from lwkv.storage.tier import HOST
 from lwkv.telemetry.counters import Counters
 from lwkv.transfer import Chunking
+
+log = logging.getLogger(__name__)
 
 FAST_S = 0.002
 """Seconds that a look-up into lower tiers may hold a step up; a request whose takes longer waits for it."""
@@ -58,6 +64,7 @@ class SchedulerSide:
         chronicle: writes down what comes and goes; None for not at all.
         most_decoded: tokens that a request gets in a step where it only decodes, drafts included.
         prefetches: whether requests wait for chunks in lower tiers; if not, steps do.
+        weighs: whether only what comes sooner than it is computed is loaded; if not, all that is found.
         clock: seconds.
     """
 
@@ -72,6 +79,7 @@ class SchedulerSide:
         chronicle: KVEventLog | None = None,
         most_decoded: int = 1,
         prefetches: bool = True,
+        weighs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
@@ -83,6 +91,9 @@ class SchedulerSide:
         self._last_look_up: Future[list[str | None]] | None = None
         self._over: set[str] = set()
         self._begun: list[str] = []
+        self._costs = Costs(config.chunk_size, config.use_layerwise, clock) if weighs else None
+        self._num_loading, self._loads_from_host = 0, True
+        self._shown: dict[tuple[str, int], int] = {}
         self.index = index
         self._chronicle = chronicle
         self._config = config
@@ -123,6 +134,8 @@ class SchedulerSide:
         hit = tracked.hit(self.index, self._block_size, num_local)
         if not self._role.loads or not wants_hits(request):
             return 0
+        if hit and self._costs is not None:
+            hit = self._worth_loading(tracked, hit, self._costs)
         return self._wait_or_load(tracked, hit) if hit and self._prefetches else hit
 
     def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
@@ -132,8 +145,10 @@ class SchedulerSide:
         tracked = self._follow(request)
         if request.request_id in self._waiting:
             self._begun.append(request.request_id)
+        if request.request_id in self._waiting or tracked.choice is not None:
             # What lower tiers did not bring in time is computed, and is to be in host memory from then on.
-            tracked.forget_lower_tiers()
+            tracked.forget_lower_tiers(num_loaded)
+        self._note_load(tracked, num_loaded)
         tracked.begin(blocks, num_loaded)
         self._agenda.wake(request.request_id)
 
@@ -177,14 +192,16 @@ class SchedulerSide:
         for item in scheduled:
             self._let_sleep(item.tracked, item.in_place)
         fetches, released = self._fetches()
-        moves = loads, [*rests, *stores]
-        return StepOrders(self._step, self._acknowledged, *moves, tuple(ended), fetches, released)
+        moves, is_timed = (loads, [*rests, *stores]), self._times_step(output)
+        return StepOrders(self._step, self._acknowledged, *moves, tuple(ended), fetches, released, is_timed)
 
     def learn(self, reports: StepReports) -> None:
         """Take over what the ranks report of a step."""
         for report in reports.reports:
             self.index.learn(report)
             self._waiting.learn(report)
+            if self._costs is not None:
+                self._costs.learn(report)
             if self._chronicle is not None:
                 self._chronicle.learn(report)
             self._acknowledged = max(self._acknowledged, report.step)
@@ -193,6 +210,11 @@ class SchedulerSide:
                 self._wake([tracked])
         for step in [step for step in self._cared_for if step <= self._acknowledged]:
             del self._cared_for[step]
+
+    def result_came(self) -> None:
+        """Note that all was learnt of a step."""
+        if self._costs is not None:
+            self._costs.result_came()
 
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
         """Learn which blocks vLLM will compute again. What is behind them depends on them."""
@@ -205,9 +227,13 @@ class SchedulerSide:
                 self._stale.add(tracked.blocks[first:])
 
     def new_counts(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """What was counted since the last call, and gauges that have changed, as WorkerMeter has them."""
         before, self._counted = self._counted, self.counters.totals()
-        return {name: more for name, count in self._counted.items() if (more := count - before.get(name, 0))}
+        news = {name: more for name, count in self._counted.items() if (more := count - before.get(name, 0))}
+        known, self._shown = self._shown, {} if self._costs is None else self._costs.gauges()
+        return news | (
+            {} if known == self._shown else {rank_gauge(*name): n for name, n in self._shown.items()}
+        )
 
     def take_events(self) -> Iterable[Stored | Removed]:
         """What came to host memory and went since the last call."""
@@ -242,7 +268,7 @@ class SchedulerSide:
             self._waiting.begin(request_id, keys, chunks.start, chunks.stop, self._most_prefetched())
             if self._waiting.waits(request_id, self._most_prefetched()):
                 return None
-        return tracked.hit_in_host(self._block_size)
+        return min(hit, tracked.hit_in_host(self._block_size))
 
     def _look_up(self, look_up: Callable[[], list[str | None]]) -> Future[list[str | None]]:
         """Look into lower tiers on another thread; a fast one that is idle has answered on return."""
@@ -251,6 +277,44 @@ class SchedulerSide:
         if is_idle:
             wait([self._last_look_up], FAST_S)
         return self._last_look_up
+
+    def _worth_loading(self, tracked: RequestState, hit: int, costs: Costs) -> int:
+        """Of `hit` tokens those that come sooner than they are computed."""
+        chunks, num_tokens = tracked.chunks_of(hit), int(tracked.request.num_tokens)
+        waits = self._prefetches and not self._is_alone()
+        tiers, queued = tracked.tiers_of(chunks), self._waiting.num_coming
+        choice = costs.choose(tiers, tracked.num_local, num_tokens, queued, waits)
+        tracked.choice = None
+        if choice.num_chunks == len(chunks):
+            return hit
+        tracked.choice, end = choice, chunks.start + choice.num_chunks
+        if choice.measures and self._prefetches and tiers[choice.num_chunks] != HOST:
+            self._waiting.measure(tracked.keys(self.index, num_tokens), end, self._most_prefetched())
+        return tracked.usable(end, self._block_size)
+
+    def _note_load(self, tracked: RequestState, num_loaded: int) -> None:
+        """Note what a request loads in the next step, and what was chosen not to be loaded."""
+        if num_loaded:
+            self._num_loading += num_loaded
+            self._loads_from_host &= tracked.are_in_host(tracked.chunks_of(num_loaded))
+        choice, tracked.choice = tracked.choice, None
+        if choice is not None:
+            self.counters.add("requests_cheaper_to_compute")
+            log.debug(
+                "request %s: %d cached tokens are loaded; the prompt takes about %.1f ms so, %.1f ms if all "
+                "that is cached were loaded, and %.1f ms if nothing",
+                *(tracked.request.request_id, num_loaded),
+                *(1e3 * choice.seconds, 1e3 * choice.all_s, 1e3 * choice.none_s),
+            )
+
+    def _times_step(self, output: Any) -> bool:
+        """Whether the workers are to report the step's end, which tells how long it took."""
+        loading, self._num_loading = self._num_loading, 0
+        from_host, self._loads_from_host = self._loads_from_host, True
+        if self._costs is None:
+            return False
+        tokens, position = tokens_and_position(output)
+        return self._costs.begin_step(self._step, tokens, position, loading, from_host)
 
     def _is_alone(self) -> bool:
         """Whether there is only one request that has not ended."""

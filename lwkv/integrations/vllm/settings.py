@@ -38,6 +38,11 @@ class Settings(Config):
         description="Bring what is in lower tiers to host memory while its request waits to be scheduled.",
     )
 
+    load_when: Annotated[Literal["cheaper", "always"], Allowed("text", "cheaper or always")] = Field(
+        "cheaper",
+        description="Whether cached tokens are loaded only where that is faster than computing them.",
+    )
+
     def _more_conflicts(self) -> Iterator[Conflict]:
         if self.enable_blending:
             advice = "vLLM's models cannot recompute some tokens of a prompt; leave it out"

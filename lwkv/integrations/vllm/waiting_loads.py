@@ -27,6 +27,7 @@ class WaitingLoad:
         is_ordered: whether the workers have heard of it.
         is_over: whether the request does not wait any more.
         is_held: whether the workers keep its chunks.
+        measures: whether no request waits for it: it shows how fast a tier is.
     """
 
     number: int
@@ -36,6 +37,7 @@ class WaitingLoad:
     is_ordered: bool = False
     is_over: bool = False
     is_held: bool = False
+    measures: bool = False
     ended: set[int] = field(default_factory=set)
 
 
@@ -81,6 +83,22 @@ class WaitingLoads:
         self._loads[request_id] = WaitingLoad(fetch.number, fetch, end - first, self._clock())
         self._counters.add("requests_waited")
 
+    def measure(self, keys: RankKeys, chunk: int, most_chunks: int) -> None:
+        """Have one chunk fetched for which no request waits, if there is room and no other one on its way."""
+        if self._num_held() >= most_chunks or any(load.measures for load in self._loads.values()):
+            return
+        self._last_number += 1
+        fetch = Fetch(self._last_number, chunk, [packed(own[: chunk + 1]) for own in keys])
+        load = WaitingLoad(fetch.number, fetch, 1, self._clock())
+        load.is_ordered = load.is_held = load.is_over = load.measures = True
+        self._loads[f"measurement {fetch.number}"] = load
+        self._to_begin.append(fetch)
+
+    @property
+    def num_coming(self) -> int:
+        """Chunks that are on their way from lower tiers for requests that wait."""
+        return sum(load.num_chunks for load in self._loads.values() if load.is_held and not load.is_over)
+
     def waits(self, request_id: str, most_chunks: int) -> bool:
         """Whether a request has to wait on. At most `most_chunks` are fetched and kept, for all requests."""
         load = self._loads.get(request_id)
@@ -95,13 +113,17 @@ class WaitingLoads:
 
     def learn(self, report: RankReport) -> None:
         """Take over which fetches have ended on a rank."""
-        for number in report.fetched:
-            for load in self._loads.values():
-                if load.number == number:
-                    load.ended.add(report.info.rank)
-                    if len(load.ended) == self._num_ranks and not load.is_over:
-                        load.is_over = True
-                        self._counters.add("chunks_prefetched", load.num_chunks)
+        for name, load in list(self._loads.items()):
+            if load.number not in report.fetched:
+                continue
+            load.ended.add(report.info.rank)
+            if len(load.ended) < self._num_ranks:
+                continue
+            if load.measures:
+                self.leave(name)
+            elif not load.is_over:
+                load.is_over = True
+                self._counters.add("chunks_prefetched", load.num_chunks)
 
     def leave(self, request_id: str) -> None:
         """Give back what was fetched for a request that has been loaded, or has ended."""
@@ -117,11 +139,13 @@ class WaitingLoads:
     def orders(self) -> tuple[list[Fetch], list[int]]:
         """The fetches to begin, and the numbers of those to give back, since the last call."""
         now = self._clock()
-        for load in self._loads.values():
+        for name, load in list(self._loads.items()):
             if not load.is_over and now - load.since >= self._timeout_s:
                 self._give_up(load)
             if now - load.since >= 2 * self._timeout_s:
                 self._release(load)
+                if load.measures:
+                    del self._loads[name]
         begin, self._to_begin = self._to_begin, []
         release, self._to_release = self._to_release, []
         return begin, release

@@ -81,6 +81,7 @@ class WorkerSide:
         self._accepted: list[ChunkKey] = []
         self._outcome: tuple[int, bool] | None = None
         self._unread: dict[str, float] = {}
+        self._read: dict[str, tuple[int, float]] = {}
         self._fails = fails
         self._counters = Counters()
         self._meter = WorkerMeter(engine, rank, self._counters, clock)
@@ -157,6 +158,8 @@ class WorkerSide:
             return
         self._ended = True
         self._requests_ended.update(self._orders.ended)
+        if self._orders.is_timed:
+            self._outcome = self._orders.step, True
         if self._orders.moves_anything:
             stored = self._end_stores()
             self._outcome = self._orders.step, stored
@@ -178,10 +181,11 @@ class WorkerSide:
         self._accepted, self._failed = [], []
         outcome, self._outcome = self._outcome, None
         unread = self._new_unread_tiers()
-        if outcome is None and unread is None and not (kept or dropped or failed or fetched):
+        read = self._new_reads()
+        if outcome is None and unread is None and not (kept or dropped or failed or fetched or read):
             return None
         step, stored = outcome or (0, True)
-        return RankReport(self.info, step, stored, kept, dropped, failed, unread, fetched)
+        return RankReport(self.info, step, stored, kept, dropped, failed, unread, fetched, read)
 
     def new_counts(self) -> dict[str, int]:
         """What was counted since the last call, and gauges, as WorkerMeter has them."""
@@ -207,6 +211,12 @@ class WorkerSide:
             return None
         now = self.engine.parts().clock()
         return {name: until - now for name, until in unread.items()}
+
+    def _new_reads(self) -> dict[str, tuple[int, float]]:
+        """Bytes that were read from each lower tier since the last call, and in how many seconds."""
+        before, self._read = self._read, self.engine.parts().storage.read_times()
+        reads = {name: (total, *before.get(name, (0, 0.0))) for name, total in self._read.items()}
+        return {name: (now[0] - size, now[1] - s) for name, (now, size, s) in reads.items() if now[0] > size}
 
     def _load_request(self, move: Move) -> Request:
         """Chunks wholly in front of the first token that is loaded are not asked for, nor held."""

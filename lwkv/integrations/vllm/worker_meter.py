@@ -14,6 +14,11 @@ GAUGES = ("host_used_bytes", "host_capacity_bytes")
 RANK_MARK = "/rank"
 
 
+def rank_gauge(name: str, rank: int) -> str:
+    """What a gauge of one rank is called until those of all ranks are added up."""
+    return f"{name}{RANK_MARK}{rank}"
+
+
 def summed_over_ranks(numbers: Mapping[str, int]) -> dict[str, int]:
     """`numbers` with the gauges of all ranks added up under their own names."""
     summed: dict[str, int] = {}
@@ -54,4 +59,4 @@ class WorkerMeter:
         before, self._counted = self._counted, counts
         news = {name: more for name in counts if (more := counts[name] - before.get(name, 0))}
         stats = self._engine.stats()
-        return news | {f"{name}{RANK_MARK}{self._rank}": stats[name] for name in GAUGES}
+        return news | {rank_gauge(name, self._rank): stats[name] for name in GAUGES}

@@ -37,12 +37,16 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def with_lwkv(role: str = "kv_both", **settings: Any) -> dict[str, Any]:
     """Engine arguments for lwkv with these settings."""
+    # These models are so small that computing may be faster.
+    always = {"load_when": "always"}
     return {
         "kv_transfer_config": {
             "kv_connector": "LWKVConnector",
             "kv_connector_module_path": "lwkv.integrations.vllm",
             "kv_role": role,
-            "kv_connector_extra_config": {"chunk_size": CHUNK, "max_local_cpu_size": 0.25, **settings},
+            "kv_connector_extra_config": {"chunk_size": CHUNK, "max_local_cpu_size": 0.25}
+            | always
+            | settings,
         }
     }
 

@@ -221,6 +221,7 @@ class Scripted:
         loads: False for an engine that only stores.
         whole_graphs: a step in which every request gets one token calls no hooks around layers, and says so.
         prefetches: whether requests wait for what is in lower tiers.
+        weighs: whether only what comes sooner than it is computed is loaded.
         silent: how likely a step calls no hooks and does not say so.
     """
 
@@ -241,6 +242,7 @@ class Scripted:
         whole_graphs: bool = False,
         silent: float = 0.0,
         prefetches: bool = True,
+        weighs: bool = True,
         **settings: Any,
     ) -> None:
         self.whole_graphs = whole_graphs
@@ -254,7 +256,9 @@ class Scripted:
         config = self.ranks[0].engine.config
         index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, partial(_lookups, lower))
         role = Role(loads, True)
-        self.scheduler = SchedulerSide(config, role, index, BLOCK, num_ranks, prefetches=prefetches)
+        self.scheduler = SchedulerSide(
+            config, role, index, BLOCK, num_ranks, prefetches=prefetches, weighs=weighs
+        )
         for rank in self.ranks:
             index.introduce(rank.worker.info)
         self.blocks = Blocks(num_blocks)
@@ -473,6 +477,7 @@ class Scripted:
         if result.reports is not None:
             self.scheduler.learn(result.reports)
         self.scheduler.learn_failed_blocks(result.invalid)
+        self.scheduler.result_came()
         self.failed += len(result.invalid)
         if result.invalid:
             self._set_back(result)

@@ -30,6 +30,8 @@ def test_settings_are_lwkv_s_own_and_what_becomes_of_a_failed_load() -> None:
     ("extra", "text"),
     [
         ({"on_load_failure": "ignore"}, "recompute or fail"),
+        ({"load_when": "never"}, "cheaper or always"),
+        ({"prefetch_waiting": "perhaps"}, "prefetch_waiting"),
         ({"chunksize": 64}, "chunk_size"),
         ({"enable_blending": True}, "enable_blending"),
         ({"save_unfull_chunk": True, "save_decode_cache": True}, "save_unfull_chunk"),

@@ -86,3 +86,29 @@ def test_one_that_was_never_ordered_has_nothing_to_give_back() -> None:
     waiting.clear()
     assert waiting.orders()[1] == [1]
     assert "a" not in waiting
+
+
+def test_a_measurement_is_one_chunk_of_one_fetch_at_a_time_given_back_when_it_has_ended() -> None:
+    waiting = Waiting()
+    chunks = keys(0, 1, 2)
+    for _ in range(2):
+        waiting.measure([chunks, chunks], 1, 8)
+    (fetch,), _ = waiting.orders()
+    assert (fetch.first, len(fetch.keys[1][1])) == (1, 2 * 16)
+    assert waiting.num_coming == 0, "no request waits for it"
+    waiting.end(fetch.number)
+    assert waiting.orders() == ([], [fetch.number])
+    waiting.measure([chunks, chunks], 1, 8)
+    ((fetch,), _) = waiting.orders()
+    waiting.clock.now += 2 * TIMEOUT_S
+    assert waiting.orders() == ([], [fetch.number])
+    waiting.end(fetch.number)
+    assert waiting.orders() == ([], [])
+    assert waiting.counters.totals() == {}
+
+
+def test_nothing_is_measured_where_there_is_no_room() -> None:
+    waiting = Waiting()
+    waiting.add("a", 8)
+    waiting.measure([keys(0), keys(0)], 0, 8)
+    assert [fetch.number for fetch in waiting.orders()[0]] == [1]

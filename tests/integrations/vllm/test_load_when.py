@@ -1,0 +1,79 @@
+"""Only what comes sooner than it is computed is loaded, seen through the whole connector."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from integrations.vllm.scripted import CHUNK, ScriptedRequest
+from integrations.vllm.test_slow_tiers import PROMPTS, busy, check, filled
+
+from lwkv.integrations.vllm.costs import MEASURE_AGAIN_S
+
+
+def test_what_is_slower_than_computing_is_computed_once_and_then_in_host_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "lwkv.integrations.vllm.scheduler")
+    tier = filled()
+    engine, decodes = busy(tier)
+    costs = engine.scheduler._costs
+    assert costs is not None
+    costs._prefill.add(0.0, 1000, 0.001)
+    costs._tiers["faulty", 0].add(1, 1.0)
+    first, second = (ScriptedRequest(name, PROMPTS[0], 2) for name in ("first", "second"))
+    engine.add(first)
+    while first.request_id not in engine.answers:
+        engine.step()
+    assert (engine.loaded, tier.calls_of("get")) == (0, [])
+    assert "0 cached tokens are loaded" in caplog.text
+    assert engine.scheduler.new_counts()["requests_cheaper_to_compute"] == 1
+    assert engine.ranks[0].engine.parts().completions.wait_idle(20.0)
+    engine.step()
+    engine.add(second)
+    engine.run()
+    assert engine.loaded == 3 * CHUNK
+    check(engine, first, second, decodes)
+
+
+def test_a_tier_that_was_too_slow_is_measured_again_and_no_request_waits_for_that() -> None:
+    tier = filled()
+    engine, decodes = busy(tier)
+    costs = engine.scheduler._costs
+    assert costs is not None
+    costs._prefill.add(0.0, 1000, 0.1)
+    costs._tiers["faulty", 0].add(1, 1.0)
+    costs._tiers["faulty", 0].measured_at -= MEASURE_AGAIN_S  # type: ignore[operator]
+    first = ScriptedRequest("first", PROMPTS[0], 2)
+    engine.add(first)
+    engine.run()
+    assert engine.scheduler._waiting._loads == {}
+    assert len({key.chunk for keys in tier.calls_of("get") for key in keys}) == 1
+    assert costs._tiers["faulty", 0].seconds_each < 1.0
+    check(engine, first, decodes)
+
+
+def test_it_can_be_turned_off() -> None:
+    engine, decodes = busy(filled(), weighs=False)
+    assert engine.scheduler._costs is None
+    loads = ScriptedRequest("loads", PROMPTS[0], 2)
+    engine.add(loads)
+    engine.run()
+    assert engine.loaded == 3 * CHUNK
+    check(engine, loads, decodes)
+
+
+def test_steps_and_tiers_are_measured_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lwkv.integrations.vllm.costs.LEAST_TOKENS", 16)
+    engine, decodes = busy(filled())
+    requests = [ScriptedRequest(f"new {number}", list(range(500, 540)), 1) for number in range(2)]
+    requests += [ScriptedRequest("waits", PROMPTS[0], 2)]
+    for request in requests:
+        engine.add(request)
+        while request.request_id not in engine.answers:
+            engine.step()
+    counts = engine.scheduler.new_counts()
+    assert counts["prefill_tokens_per_s/rank0"] > 0
+    assert counts["faulty_chunks_per_s/rank0"] > 0
+    engine.run()
+    check(engine, *requests, decodes)
