@@ -105,6 +105,7 @@ class CacheEngine:
             counters,
             on_demand=not self._locks_ahead,
         )
+        self._pool.require_chunk(self.num_layers)
         self._pool.reserve(config.reserve_bytes)
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
         use_device = partial(connector.platform.set_device, connector.device)

@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns its exit code; 2 for wrong input, which is reported in a line on stderr."""
     chosen, rest = _command_parser().parse_known_args(argv)
     try:
-        follow_log_level()
+        if chosen.command != "doctor":  # which reports what is wrong with it, as with other settings
+            follow_log_level()
         return _run(chosen.command, rest)
     except (LwkvError, ValueError, RuntimeError) as error:
         if chosen.traceback:

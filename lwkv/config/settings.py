@@ -37,6 +37,7 @@ from lwkv.config.values import (
     Flag,
     GiB,
     PageCodecName,
+    PositiveGiB,
     Ratios,
     RemoteURL,
     Seconds,
@@ -69,7 +70,9 @@ class Config(BaseSettings):
         description="Keep pages in host memory; false: they are only buffered there, on the way to and from "
         "lower tiers.",
     )
-    max_local_cpu_size: GiB = Field(5.0, description="Most host memory for pages, kept or passing through.")
+    max_local_cpu_size: PositiveGiB = Field(
+        5.0, description="Most host memory for pages, kept or passing through."
+    )
     local_disk: DiskPath = Field(None, description="Folder of the disk tier; null for none.")
     max_local_disk_size: GiB = Field(0.0, description="Most disk space for pages; needed with local_disk.")
     remote_url: RemoteURL = Field(None, description="Server of the remote tier; null for none.")

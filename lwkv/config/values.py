@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from os import PathLike, fspath
+from os.path import expanduser
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -70,7 +71,7 @@ def _disk_path(value: object) -> object:
         value = fspath(value)
     if not isinstance(value, str):
         return value
-    path = value.strip().removeprefix("file://")
+    path = expanduser(value.strip().removeprefix("file://"))
     if not path or "://" in path or "\0" in path:
         raise ValueError("no path")
     return path
@@ -110,6 +111,11 @@ GiB = Annotated[
     Field(strict=True, ge=0, le=2**20, allow_inf_nan=False),
     Allowed("number of GiB", "a finite number of GiB from 0 to 1048576"),
 ]
+PositiveGiB = Annotated[
+    float,
+    Field(strict=True, gt=0, le=2**20, allow_inf_nan=False),
+    Allowed("number of GiB", "a finite number of GiB above 0 and up to 1048576"),
+]
 Seconds = Annotated[
     float,
     Field(strict=True, gt=0, le=86400, allow_inf_nan=False),
@@ -126,7 +132,7 @@ DiskPath = Annotated[
 RemoteURL = Annotated[
     _Text | None,
     BeforeValidator(_remote_url),
-    Allowed("text", "null, or a URL with its scheme such as redis://host:6379"),
+    Allowed("text", "null, or a URL that begins with its scheme, such as redis:// in redis://host:6379"),
 ]
 WritePolicy = Annotated[
     Literal["write_through", "write_back"], Allowed("text", "write_through or write_back")

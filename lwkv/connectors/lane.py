@@ -17,7 +17,7 @@ from lwkv.platforms import Event, Platform
 class StagingBuffer:
     """Device memory, uint8 (bytes,), with the events of the two streams that pass it back and forth.
 
-    `holds` is what its last filling was, as told by whoever filled it.
+    `holds` is what it was last filled with, as given by whoever filled it.
     """
 
     memory: torch.Tensor

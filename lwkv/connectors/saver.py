@@ -90,7 +90,7 @@ class Saver:
     def keep_raw(self, save: Save, allocate: Callable[[int], Int64s | None]) -> None:
         """For a batch that has just begun: keep raw pages, too, of layers that could not be coded last time.
 
-        A device tells too late whether a page shrinks for the host to have made room by then.
+        The host learns too late whether a page shrinks on the device to make room by then.
 
         Args:
             allocate: takes so many pages of the pool, or none.

@@ -223,5 +223,5 @@ class Plans:
         return Plan(transfer, uploads, self.pool, self.codec, self.slice_shape, pages)
 
     def page_check(self) -> PageCheck:
-        """What tells whether pages of these layers can be decoded."""
+        """What shows whether pages of these layers can be decoded."""
         return PageCheck(self.codec, self.layers, self.pool)

@@ -84,6 +84,16 @@ class HostPool:
         self._rest_until = clock()
         self._closed = False
 
+    def require_chunk(self, num_layers: int) -> None:
+        """Raise ConfigError where all pages together do not hold one chunk, a page a layer."""
+        if self.max_pages < num_layers:
+            needed = num_layers * self.page_stride
+            raise ConfigError(
+                f"max_local_cpu_size holds {self.max_pages} pages of {self.page_stride} bytes, but one chunk "
+                f"of {num_layers} layers needs {num_layers}: raise max_local_cpu_size to "
+                f"{needed / (1 << 30):.6f} or more, or lower chunk_size"
+            )
+
     @property
     def pages_in_use(self) -> int:
         with self._lock:

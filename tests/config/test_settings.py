@@ -187,6 +187,16 @@ def test_a_disk_folder_may_be_written_as_a_file_url(value: str) -> None:
     assert Config(local_disk=value, max_local_disk_size=1).local_disk == "/a/b"
 
 
+@pytest.mark.parametrize("value", ["~/a", "file://~/a", Path("~/a")])
+def test_a_folder_may_be_below_the_users_home(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Config(local_disk=value, max_local_disk_size=1).local_disk == "/home/me/a"
+
+
+def test_an_address_without_a_scheme_is_refused_with_what_is_missing() -> None:
+    assert "begins with its scheme, such as redis://" in refusal(lambda: Config(remote_url="cache:6379"))
+
+
 @pytest.mark.parametrize("off", [None, False, "null", "None", "none", "False", "off", "no"])
 def test_disk_and_remote_can_be_switched_off(off: object, written: Callable[[str], Path]) -> None:
     file = written("local_disk: /a\nmax_local_disk_size: 1\nremote_url: redis://h:1")
@@ -449,7 +459,7 @@ BLENDING = {"enable_blending": True, "use_layerwise": True}
             ["use_gpu=False (argument)", "extra_config.staging_bytes=1 (argument)"],
         ),
         ({"local_disk": "/a"}, ["local_disk='/a' (argument)", "max_local_disk_size=0.0 (default)"]),
-        ({"max_local_cpu_size": 0}, ["local_cpu=True (default)", "max_local_cpu_size=0.0 (argument)"]),
+        ({"max_local_cpu_size": 1e-12}, ["local_cpu=True (default)", "max_local_cpu_size=1e-12 (argument)"]),
         (
             {"write_policy": "write_back", "local_cpu": False, "remote_url": "redis://h:1"},
             ["write_policy='write_back' (argument)", "local_cpu=False (argument)", "write_through"],

@@ -30,8 +30,17 @@ def create(oracle: Oracle, config: Config, **arguments: Any) -> CacheEngine:
         ({"local_disk": "/not/there", "max_local_disk_size": 1.0}, "local_disk: '/not/there' cannot be used"),
         ({"remote_url": "s3://bucket"}, "no tier for s3://...; known are"),
         ({"max_local_cpu_size": 1 / 2**20}, "one chunk of one layer needs"),
+        (
+            {"max_local_cpu_size": (LAYERS - 1) * 4096 / 2**30},
+            rf"holds {LAYERS - 1} pages of 4096 bytes, but one chunk of {LAYERS} layers needs {LAYERS}",
+        ),
     ],
-    ids=["a folder that is not there", "a remote tier of no kind", "a pool without room for a page"],
+    ids=[
+        "a folder that is not there",
+        "a remote tier of no kind",
+        "a pool without room for a page",
+        "a pool without room for a chunk",
+    ],
 )
 def test_settings_that_cannot_work_are_refused_at_the_start(
     oracle: Oracle, settings: dict[str, Any], text: str

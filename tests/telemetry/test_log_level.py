@@ -64,7 +64,7 @@ def test_a_level_that_does_not_exist_is_refused_with_those_that_do(
     monkeypatch.setenv(VARIABLE, "loud")
     with pytest.raises(ConfigError, match=r"LWKV_LOG_LEVEL: got 'loud'; allowed: debug, info"):
         follow_log_level()
-    assert cli.main(["doctor"]) == 2
+    assert cli.main(["inspect", "/not/there"]) == 2
     assert "got 'loud'" in capsys.readouterr().err
 
 

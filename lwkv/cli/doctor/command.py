@@ -16,6 +16,7 @@ from lwkv import __version__
 from lwkv.cli.doctor.report import Report, lines
 from lwkv.config.foreign_variables import foreign_variables
 from lwkv.errors import ConfigError
+from lwkv.telemetry.log_level import follow_log_level
 
 if TYPE_CHECKING:
     from lwkv.config.settings import Config
@@ -58,6 +59,10 @@ def examine(override: str | None = None) -> Report:
     A setting, platform or torch that cannot be used is a fault in the report, not an error.
     """
     report = Report(_versions())
+    try:
+        follow_log_level()
+    except ConfigError as error:
+        report.faults.append(str(error))
     config = _examine_settings(report)
     try:
         device = import_module("lwkv.cli.doctor.device")

@@ -160,6 +160,17 @@ def test_settings_that_cannot_be_used_are_a_fault(
     assert "the configuration cannot be used: chunk_size: got 'many'" in capsys.readouterr().out
 
 
+def test_a_log_level_that_does_not_exist_is_a_fault_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LWKV_LOG_LEVEL", "loud")
+    monkeypatch.setenv("LWKV_CHUNK_SIZE", "many")
+    assert main(["doctor", "--platform", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "LWKV_LOG_LEVEL: got 'loud'; allowed: debug, info" in shown
+    assert "chunk_size: got 'many'" in shown
+
+
 def test_variables_of_lmcache_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "256")
     monkeypatch.setenv("LMCACHE_LOCAL_CPU", "True")
