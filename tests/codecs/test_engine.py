@@ -280,7 +280,7 @@ def test_auto_is_lossless_where_that_was_measured_and_pages_shrink(
         (replace(platform.features, lossless_pages=True), large, "lossless"),
         (replace(platform.features, lossless_pages=True), DIMS, "raw"),
     ]:
-        monkeypatch.setattr(type(platform), "features", features)
+        monkeypatch.setattr(platform, "features", features)
         with make(dims=dims).engine(64, staging_bytes=None) as engine:
             assert engine.connector.codec.name == chosen
 

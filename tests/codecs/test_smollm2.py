@@ -30,14 +30,14 @@ from lwkv.steps import LayerSteps
 CHUNK = 256
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> tuple[Model, Tokenizer]:
-    return load_smollm2(dtype=torch.bfloat16)
+@pytest.fixture
+def smollm2(device: torch.device) -> tuple[Model, Tokenizer]:
+    return load_smollm2(device=device, dtype=torch.bfloat16)
 
 
 def answers(model: Model, tokenizer: Tokenizer, codec: str, platform: Platform) -> dict[str, Any]:
     """The first tokens of two answers, the second of which loads what the first has stored."""
-    cache = PagedCache(model.shape, num_blocks=100, dtype=model.dtype)
+    cache = PagedCache(model.shape, num_blocks=100, dtype=model.dtype, device=model.device)
     config = Config(page_codec=codec, use_layerwise=True, max_local_cpu_size=0.2)
     with open_cache_engine(config, model, cache, "smollm2", platform=platform) as lwkv:
         engine = ReferenceEngine(model, cache, steps=LayerSteps(lwkv), lookup=lwkv.lookup)
@@ -84,6 +84,7 @@ def test_answers_and_every_bit_of_the_cache_are_those_of_raw_pages(
 
 def _escapes(rows: torch.Tensor) -> float:
     """The share of elements, int16 (rows, width), that are escapes; rows never written have none."""
+    rows = rows.cpu()
     form = LosslessForm(len(rows), rows.shape[1])
     coded = encoded(TorchLossless(form), rows.view(torch.uint8).view(1, -1))
     assert torch.equal(decoded(TorchLossless(form), coded).view(-1), rows.view(torch.uint8).view(-1))

@@ -19,7 +19,10 @@ BLOCK = 1024
 
 
 class Tuning(NamedTuple):
-    """Groups of rows a program, and warps a program, where pages are decoded and where they are coded."""
+    """Groups of rows a program, and warps a program, where pages are decoded and where they are coded.
+
+    Warps are for rows of up to 256 elements; longer ones get more.
+    """
 
     decode_groups: int = 1
     decode_warps: int = 4
@@ -35,10 +38,12 @@ class TritonLossless:
         self.raw_bytes, self.page_bytes, self.head_bytes = form.raw_bytes, form.page_bytes, form.head_bytes
         self.takes_handles = is_callable_compiled(source.decode)
         pairs = form.width // 2
-        sizes = form.rows, pairs, triton.next_power_of_2(pairs), form.groups, form.page_bytes
+        columns = triton.next_power_of_2(pairs)
+        sizes = form.rows, pairs, columns, form.groups, form.page_bytes
         places = form.tops_at, form.codes_at, form.signs_at, form.escapes_at
         header = form.rows, pairs, form.groups, form.num_starts, form.page_bytes, form.escapes_at
-        decoded, warps, coded, code_warps = tuning
+        decoded, coded = tuning.decode_groups, tuning.encode_groups
+        warps, code_warps = (_warps(asked, columns) for asked in (tuning.decode_warps, tuning.encode_warps))
         all_of_them = (*sizes, *places)
         self._decode = _Kernel(source.decode, (CODED, HALVES, WORDS, RAW), (*all_of_them, decoded), warps)
         self._encode = _Kernel(source.encode, (CODED, HALVES, WORDS, RAW), (*all_of_them, coded), code_warps)
@@ -63,6 +68,11 @@ class TritonLossless:
 
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
         return self._form.whole(heads)
+
+
+def _warps(asked: int, columns: int) -> int:
+    """As many as were asked for; more for rows that are longer than most, each of which takes registers."""
+    return max(asked, min(16, asked * columns // 128))
 
 
 class _Pointer(NamedTuple):
