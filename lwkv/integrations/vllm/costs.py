@@ -107,6 +107,8 @@ class Costs:
         step = self._steps.pop(report.step, None)
         if step is not None:
             self._end_step(step)
+            # Steps end in order: of those before it nothing more will be heard.
+            self._steps = {number: other for number, other in self._steps.items() if number > report.step}
 
     def result_came(self) -> None:
         """What came of a step has been taken over: the next one has the device to itself from here on."""

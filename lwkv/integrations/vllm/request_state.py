@@ -125,7 +125,8 @@ class RequestState:
             return False
         self._asked = None
         self._take_over([] if answer.cancelled() else answer.result(), index, asked_for, changes)
-        return asked_for == num_tokens
+        # There may be news since, and more tokens.
+        return not self._has_to_look_up(index, num_tokens)
 
     def hit_in_host(self, block_size: int) -> int:
         """As `hit` has found it last, but only what is in the host memory of every rank."""

@@ -262,7 +262,7 @@ class SchedulerSide:
         if tracked.are_in_host(chunks):
             return hit
         if request_id not in self._waiting:
-            if self._is_alone():
+            if self._is_alone() or not self._most_prefetched():
                 return hit
             keys = tracked.keys(self.index, int(tracked.request.num_tokens))
             self._waiting.begin(request_id, keys, chunks.start, chunks.stop, self._most_prefetched())

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from integrations.vllm.scripted import CHUNK, LAYERS, Scripted, ScriptedRequest, expected
 from integrations.vllm.test_scripted import History
 from storage.faulty_tier import Fault, FaultyTier, hanging
 
 from lwkv.integrations.vllm import tier_lookup
+from lwkv.integrations.vllm.reports import RankReport
 
 PROMPTS = [[prompt * 100 + token for token in range(3 * CHUNK + 1)] for prompt in range(4)]
 BUSY = [900, 901, 902]
@@ -166,6 +168,41 @@ def test_no_more_than_half_of_host_memory_is_fetched_at_a_time_and_all_get_their
     engine.run()
     assert engine.loaded == 4 * 3 * CHUNK
     check(engine, *requests, decodes)
+
+
+@pytest.mark.parametrize("host_chunks", [1, 2, 3])
+def test_with_next_to_no_host_memory_all_requests_are_answered(host_chunks: int) -> None:
+    engine, decodes = busy(filled(), host_chunks=host_chunks)
+    requests = [ScriptedRequest(f"waits {number}", prompt, 2) for number, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add(request)
+    engine.run()
+    check(engine, *requests, decodes)
+
+
+def test_news_that_come_during_a_look_up_are_looked_up_on_the_side_too() -> None:
+    tier = filled()
+    engine, decodes = busy(tier)
+    tier.faults["contains", 0] = fault = hanging()
+    waits = ScriptedRequest("waits", PROMPTS[0], 2)
+    engine.add(waits)
+    while waits not in engine.waiting or not fault.entered.is_set():
+        engine.step()
+    index = engine.scheduler.index
+    keys = index.keys(np.array(PROMPTS[0]), ())[0]
+    index.learn(RankReport(engine.ranks[0].worker.info, 0, dropped=[keys[0].hash]))
+    tier.faults["contains", 1] = hanging()
+    assert fault.gate is not None
+    fault.gate.set()
+    assert engine.scheduler._look_ups.wait_idle(20.0)
+    before = decodes.num_tokens
+    for _ in range(3):
+        engine.step()
+    assert decodes.num_tokens == before + 3
+    tier.end_faults()
+    engine.run()
+    assert engine.loaded == 3 * CHUNK
+    check(engine, waits, decodes)
 
 
 def test_it_can_be_turned_off() -> None:
