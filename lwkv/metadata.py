@@ -79,8 +79,8 @@ class CacheMetadata:
         if _BYTES.isdisjoint(dtypes):
             self._require("kv_dtype", self.kv_dtype in (None, *dtypes), f"None, or that of {caches}")
         else:
-            told = f"what the bytes are of {caches}: such as torch.float8_e4m3fn, or their own dtype"
-            self._require("kv_dtype", self.kv_dtype is not None, told)
+            wanted = f"what the bytes are of {caches}: such as torch.float8_e4m3fn, or their own dtype"
+            self._require("kv_dtype", self.kv_dtype is not None, wanted)
         return replace(self, num_layers=len(dtypes), kv_dtype=self.kv_dtype or dtypes[0])
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:

@@ -227,7 +227,7 @@ def test_a_step_that_is_refused_leaves_the_one_before(run: Run) -> None:
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_failed_load_is_told_and_nothing_of_its_step_is_stored(oracle: Oracle, layer: int) -> None:
+def test_a_failed_load_is_reported_and_nothing_of_its_step_is_stored(oracle: Oracle, layer: int) -> None:
     tier = MemoryTier()
     with oracle.engine(CHUNK, tiers=[tier]) as engine:
         Run(oracle, engine)

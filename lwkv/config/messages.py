@@ -53,8 +53,8 @@ def shown(value: object) -> str:
 
 def shown_under(name: str, value: object) -> str:
     """Show the value of a setting called `name`, nothing of it where that may be a secret's name."""
-    told = cut_under(name, value)
-    return HIDDEN if told == HIDDEN else _short.repr(told)
+    cut = cut_under(name, value)
+    return HIDDEN if cut == HIDDEN else _short.repr(cut)
 
 
 def clipped(text: str) -> str:
@@ -75,9 +75,9 @@ def nearest(name: str, known: Iterable[str]) -> frozenset[str]:
 
 def joined(lines: Iterable[str]) -> str:
     """Join the lines of an error text; where there are very many, the first of them."""
-    told = list(dict.fromkeys(lines))
-    left_out = [f"... and {len(told) - _MOST_LINES} more"] if len(told) > _MOST_LINES else []
-    return "\n".join([*told[:_MOST_LINES], *left_out])
+    distinct = list(dict.fromkeys(lines))
+    left_out = [f"... and {len(distinct) - _MOST_LINES} more"] if len(distinct) > _MOST_LINES else []
+    return "\n".join([*distinct[:_MOST_LINES], *left_out])
 
 
 def allowed_of(model: type[BaseModel], key: str) -> Allowed:
@@ -121,7 +121,7 @@ def _allowed(model: type[BaseModel], key: str, value: object) -> str:
 
 
 def unknown_key(key: str, value: object, origin: str, known: Iterable[str]) -> str:
-    """Tell that nobody knows `key`, which key is near, and which keys there are."""
+    """Say that `key` is unknown, which key is near, and which keys there are."""
     names = sorted(known)
     near = did_you_mean(key, names)
     got = f"{clipped(key)}: got {shown_under(key, value)} ({origin})"

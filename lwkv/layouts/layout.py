@@ -127,13 +127,13 @@ def _canonical(name: str, tensors: Tensors, spec: KVSpec, known: Sequence[Layout
     found = {tuple(map(place, view)): view for view in views}
     if len(found) == 1:
         return PagedLayer(name, tensors[0].dtype, *found.popitem()[1])
-    told = f"{picture(name, tensors)} with {spec}"
+    shown = f"{picture(name, tensors)} with {spec}"
     if fitting:
         names = "; ".join(map(str, fitting))
-        raise LayoutError(f"{told} can be any of {names}: declare which with layout=. {_AXES}")
+        raise LayoutError(f"{shown} can be any of {names}: declare which with layout=. {_AXES}")
     names = "; ".join(map(str, known))
     raise LayoutError(
-        f"{_nearest(name, differ)}{told} is not {names}: correct the spec or the layout, "
+        f"{_nearest(name, differ)}{shown} is not {names}: correct the spec or the layout, "
         f"or declare layout='opaque' and opaque_tag= for blocks whose bytes need not be understood. {_AXES}"
     )
 

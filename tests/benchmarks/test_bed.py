@@ -62,7 +62,7 @@ def test_no_page_is_added_after_the_start(bed: Bed) -> None:
     assert bed.engine.stats()["pages"] == before
 
 
-def test_what_cannot_be_kept_is_told(bed: Bed) -> None:
+def test_what_cannot_be_kept_is_reported(bed: Bed) -> None:
     bed.engine.freeze()
     with pytest.raises(RuntimeError, match="24 tokens are not cached"):
         bed.keep(bed.new_prompt())

@@ -41,7 +41,7 @@ def test_the_same_seed_makes_the_same_task_and_its_answer_stands_in_one_document
             assert len(task.documents) == 5
 
 
-def test_the_difference_of_two_ways_is_told_with_its_uncertainty() -> None:
+def test_the_difference_of_two_ways_is_reported_with_its_uncertainty() -> None:
     low, high = difference([2.0, 3.0, 4.0], [1.0, 1.0, 1.0])
     assert 1.0 <= low < 2.0 < high <= 3.0
     assert difference([1.0, 5.0], [1.0, 5.0]) == (0.0, 0.0)

@@ -113,7 +113,7 @@ def test_suffixes_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest
     assert "'64,many' is no list of whole numbers" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(
+def test_a_folder_that_cannot_be_written_to_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

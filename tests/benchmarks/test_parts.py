@@ -51,7 +51,7 @@ def test_every_part_finds_finite_numbers_and_no_fault(name: str, either: Bench) 
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name != PEERS])
-def test_every_part_survives_json_and_is_told_in_words(name: str, bench: Bench) -> None:
+def test_every_part_survives_json_and_is_reported_in_words(name: str, bench: Bench) -> None:
     result = Result.begin(bench, "lwkv bench")
     result.parts[name] = PARTS[name].measure(bench)
     document = result.to_json()
@@ -62,7 +62,7 @@ def test_every_part_survives_json_and_is_told_in_words(name: str, bench: Bench) 
 
 
 @pytest.mark.parametrize("name", ["ceilings", "moves", "kernels", "sweep"])
-def test_no_speed_is_told_where_the_host_is_the_device(name: str, bench: Bench) -> None:
+def test_no_speed_is_reported_where_the_host_is_the_device(name: str, bench: Bench) -> None:
     found = PARTS[name].measure(bench)
     assert "GB/s" in "\n".join(found.lines(absolute=True))
     assert "GB/s" not in "\n".join(found.lines(absolute=False))
@@ -163,7 +163,7 @@ def test_the_parts_are_those_that_mean_something_or_those_asked_for(platform: Pl
     assert choose_parts(platform, ("sweep", "moves"), peers=True) == ["moves", "sweep", PEERS]
 
 
-def test_an_unknown_part_is_told_with_those_there_are(platform: Platform) -> None:
+def test_an_unknown_part_is_reported_with_those_there_are(platform: Platform) -> None:
     with pytest.raises(ConfigError, match=r"no part 'speed'; there are ceilings, moves, "):
         choose_parts(platform, ("moves", "speed"), peers=False)
 

@@ -35,7 +35,7 @@ def lmcache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(STAND_INS))
 
 
-def test_an_absent_peer_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_peer_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lmcache", None)
     found = measure_peers(bench)
     assert isinstance(found, Absent)
@@ -43,7 +43,7 @@ def test_an_absent_peer_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     assert list(found.lines(absolute=True)) == [found.absent]
 
 
-def test_a_missing_package_of_the_peers_own_is_told(
+def test_a_missing_package_of_the_peers_own_is_reported(
     bench: Bench, lmcache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lmcache.v1.config", None)
@@ -52,7 +52,7 @@ def test_a_missing_package_of_the_peers_own_is_told(
     assert "lmcache.v1.config" in found.absent
 
 
-def test_caches_that_it_is_not_measured_on_are_told(bench: Bench, lmcache: None) -> None:
+def test_caches_that_it_is_not_measured_on_are_reported(bench: Bench, lmcache: None) -> None:
     found = measure_peers(replace(bench, shape=replace(bench.shape, use_mla=True, num_kv_heads=1)))
     assert isinstance(found, Absent)
     assert "only for caches with K and V" in found.absent
@@ -91,7 +91,7 @@ def test_both_modes_are_measured_and_checked(bench: Bench, lmcache: None) -> Non
     assert "its compiled operations did not load" in next(found.lines(absolute=True))
 
 
-def test_a_peers_wrong_bytes_are_told_and_are_no_fault_of_ours(
+def test_a_peers_wrong_bytes_are_reported_and_are_no_fault_of_ours(
     bench: Bench, lmcache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = import_lmcache()
@@ -103,7 +103,7 @@ def test_a_peers_wrong_bytes_are_told_and_are_no_fault_of_ours(
     assert list(found.faults()) == []
 
 
-def test_a_peer_that_keeps_nothing_is_told(
+def test_a_peer_that_keeps_nothing_is_reported(
     bench: Bench, lmcache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import_lmcache()

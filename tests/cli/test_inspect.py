@@ -102,7 +102,7 @@ def test_a_chunk_cut_off_or_foreign_is_a_fault_without_reading_all_of_it(
     ]
 
 
-def test_what_another_version_wrote_is_told_and_left_alone(
+def test_what_another_version_wrote_is_reported_and_left_alone(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = folder / f"{key(9).to_string()}.kv"
@@ -125,14 +125,14 @@ def test_the_text_tells_the_same(folder: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_a_folder_that_is_not_there_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_there_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "/not/there"]) == 2
     assert capsys.readouterr().err == (
         "lwkv: '/not/there' is no folder: give the local_disk of a configuration\n"
     )
 
 
-def test_a_file_that_may_not_be_read_is_told_and_left(
+def test_a_file_that_may_not_be_read_is_reported_and_left(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_file, refused = open_to_read, f"{key(3).to_string()}.kv"

@@ -79,7 +79,7 @@ def test_wrong_usage_exits_with_2_and_says_how_to_use_it(
     assert capsys.readouterr().err.startswith("usage: lwkv")
 
 
-def test_help_lists_the_commands_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_the_version_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     for option, wanted in (("--help", "doctor"), ("--version", f"lwkv {__version__}")):
         with pytest.raises(SystemExit) as exit_:
             cli.main([option])

@@ -331,7 +331,9 @@ def test_a_long_value_is_shown_in_short(
 # unknown keys
 
 
-def test_an_unknown_key_is_told_with_the_nearest_and_all_known_ones(written: Callable[[str], Path]) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest_and_all_known_ones(
+    written: Callable[[str], Path],
+) -> None:
     file = written("chunck_size: 128\n7: x")
     text = refusal(lambda: Config.load(file))
     assert f"chunck_size: got 128 (file {file}), but there is no such key (did you mean chunk_size?)" in text
@@ -351,7 +353,7 @@ def test_a_file_or_mapping_is_no_setting_and_says_how_to_read_a_file(given: Any)
     assert "to read a file use Config.load(path)" in text
 
 
-def test_an_unknown_variable_is_told_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_reported_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LWKV_CHUNKSIZE", "3")
     text = refusal(Config.load)
     assert "environment variable LWKV_CHUNKSIZE='3' names no setting (did you mean LWKV_CHUNK_SIZE?)" in text
@@ -481,12 +483,12 @@ def test_without_use_gpu_no_staging_is_asked_for_beyond_what_a_page_needs() -> N
     assert Config().staging_bytes is None
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     text = refusal(lambda: Config(enable_blending=True, use_gpu=False, local_disk="/a"))
     assert len(text.splitlines()) == 3
 
 
-def test_everything_that_is_wrong_is_told_at_once(
+def test_everything_that_is_wrong_is_reported_at_once(
     monkeypatch: pytest.MonkeyPatch, written: Callable[[str], Path]
 ) -> None:
     file = written(
@@ -593,7 +595,7 @@ def test_a_config_cannot_be_changed_and_can_be_copied_and_sent() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_every_setting_whose_status_is_told_is_one() -> None:
+def test_every_setting_whose_status_is_reported_is_one() -> None:
     assert set(STATUS) <= set(Config.model_fields)
 
 

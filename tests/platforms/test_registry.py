@@ -149,7 +149,7 @@ def test_an_unknown_name_gets_the_known_ones_and_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", ["CUDA", "Cud", "XPU"])
-def test_a_wrong_name_is_told_with_where_it_came_from(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_wrong_name_is_reported_with_where_it_came_from(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     nearest = rf"known are .*; did you mean '{'xpu' if name == 'XPU' else 'cuda'}'\?"
     with pytest.raises(PlatformError, match=rf"unknown platform '{name}' \(argument\); {nearest}"):
         detect_platform(name)
@@ -158,7 +158,9 @@ def test_a_wrong_name_is_told_with_where_it_came_from(monkeypatch: pytest.Monkey
         detect_platform()
 
 
-def test_a_missing_platform_is_told_with_where_its_name_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_platform_is_reported_with_where_its_name_came_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(PlatformMissingError, match=r"'xpu' \(argument\) is not available here: install"):
         detect_platform("xpu")
     monkeypatch.setenv("LWKV_PLATFORM", "xpu")

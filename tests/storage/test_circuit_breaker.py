@@ -127,7 +127,7 @@ def test_failures_of_calls_made_before_the_rest_do_not_lengthen_it() -> None:
     assert peer.calls.close(LONG_S)
 
 
-def test_no_call_is_made_while_one_is_late_and_that_is_told_once(
+def test_no_call_is_made_while_one_is_late_and_that_is_reported_once(
     peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = peer.hang()
@@ -184,7 +184,7 @@ def test_to_look_whether_a_tier_rests_changes_nothing(peer: Peer, caplog: pytest
     assert queued.cancelled()
 
 
-def test_a_second_outage_is_told_again(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_outage_is_reported_again(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         late = peer.hang()
         peer.clock.now += 10

@@ -154,7 +154,7 @@ def rest(rig: Rig, tier: FaultyTier) -> None:
 
 @pytest.mark.parametrize("num_failed", [1, NUM_LAYERS - 1])
 @pytest.mark.parametrize("status", [Status.MISS, Status.ERROR, None])
-def test_what_a_tier_failed_to_take_is_told_once(
+def test_what_a_tier_failed_to_take_is_reported_once(
     rig: Rig, tier: FaultyTier, status: Status | None, num_failed: int
 ) -> None:
     failed = [status] * num_failed
@@ -167,7 +167,7 @@ def test_what_a_tier_failed_to_take_is_told_once(
     assert have(tier, 1, 2) == [2]
 
 
-def test_what_one_of_two_tiers_failed_to_take_is_told_though_the_other_has_it(make_rig: MakeRig) -> None:
+def test_what_one_of_two_tiers_failed_to_take_is_reported_though_the_other_has_it(make_rig: MakeRig) -> None:
     disk, remote = FaultyTier("disk"), FaultyTier("remote")
     rig = make_rig(disk, remote)
     rig.put_below(remote, 1)
@@ -179,7 +179,7 @@ def test_what_one_of_two_tiers_failed_to_take_is_told_though_the_other_has_it(ma
     assert (have(disk, 1), have(remote, 1)) == ([], [1])
 
 
-def test_what_a_resting_tier_did_not_take_is_told_once(rig: Rig, tier: FaultyTier) -> None:
+def test_what_a_resting_tier_did_not_take_is_reported_once(rig: Rig, tier: FaultyTier) -> None:
     rest(rig, tier)
     rig.commit(1)
     assert not rig.manager.wait_idle(LONG_S)

@@ -64,7 +64,7 @@ def test_a_package_brings_a_tier_by_its_entry_point(monkeypatch: pytest.MonkeyPa
         tier.close()
 
 
-def test_a_scheme_that_nobody_serves_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheme_that_nobody_serves_is_reported_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, SomebodysTiers())
     told = r"no tier for s3://\.\.\.; known are file://, .*theirs://.*entry point lwkv.tiers"
     with pytest.raises(ConfigError, match=told) as error:
@@ -72,13 +72,15 @@ def test_a_scheme_that_nobody_serves_is_told_with_those_that_are(monkeypatch: py
     assert "secret" not in str(error.value)
 
 
-def test_two_packages_that_serve_one_scheme_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_packages_that_serve_one_scheme_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     install(monkeypatch, SomebodysTiers(), scheme="file")
     with pytest.raises(ConfigError, match=r"two tiers serve file://: lwkv.*disk.tier and somebodys_tiers"):
         registry.open_tiers(make_setup(5, 3, local_disk=str(tmp_path), **DISK))
 
 
-def test_a_module_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, SomebodysTiers())
     monkeypatch.setitem(sys.modules, "somebodys_tiers", None)
     with pytest.raises(ConfigError, match="the tier for theirs:// cannot be loaded: somebodys_tiers raised"):

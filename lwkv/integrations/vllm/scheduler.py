@@ -419,9 +419,9 @@ class SchedulerSide:
 
     def _blocks(self, tracked: RequestState, state: Any, computed: int) -> Sequence[int]:
         """The request's blocks: from vLLM 0.30 on its own word, before that what was followed."""
-        told = None if state is None else state.get_block_ids(tracked.request.request_id)
-        if told is not None:
-            return told[0]  # type: ignore[no-any-return]
+        given = None if state is None else state.get_block_ids(tracked.request.request_id)
+        if given is not None:
+            return given[0]  # type: ignore[no-any-return]
         gone = 0 if self._window is None else max(0, computed - self._window + 1) // self._block_size
         return [NULL_BLOCK] * min(gone, len(tracked.blocks)) + tracked.blocks[gone:]
 

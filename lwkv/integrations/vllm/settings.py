@@ -67,14 +67,14 @@ def check_role(kv_role: str | None, config: Config) -> None:
     Raises:
         ConfigError: with what to do.
     """
-    useless = {
-        "kv_producer": "what it stores is loaded by nobody",
-        "kv_consumer": "it stores nothing, and so finds nothing",
+    reasons = {
+        "kv_producer": "no other process can load what it stores",
+        "kv_consumer": "it stores nothing, so it finds nothing",
     }
-    if kv_role in useless and not tier_urls(config):
+    if kv_role in reasons and not tier_urls(config):
         raise ConfigError(
             f"kv_role: got {kv_role!r}, and only host memory, which belongs to one process: "
-            f"{useless[kv_role]}; set local_disk or remote_url to a tier that the other processes reach, "
+            f"{reasons[kv_role]}; set local_disk or remote_url to a tier that the other processes reach, "
             "or kv_role to 'kv_both'"
         )
 

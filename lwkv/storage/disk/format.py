@@ -121,10 +121,10 @@ def unpack(data: bytes) -> Header:
     header_bytes = header_size(data)
     if len(data) < header_bytes:
         raise BadFileError("truncated", "it ends within its header")
-    _, version, _, text_bytes, num_layers, told = _PREFIX.unpack_from(data)
+    _, version, _, text_bytes, num_layers, recorded = _PREFIX.unpack_from(data)
     without = bytearray(data[:header_bytes])
     without[_CHECKSUM_AT : _PREFIX.size] = bytes(4)
-    if checksum(without) != told:
+    if checksum(without) != recorded:
         raise BadFileError("corrupt", "its header does not have the checksum it should")
     if version != VERSION:
         raise BadFileError("version", f"it has format {version}, and this version of lwkv reads {VERSION}")

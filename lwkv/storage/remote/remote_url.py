@@ -92,8 +92,8 @@ def _check_options(url: RemoteURL, given: list[str], known: tuple[str, ...]) -> 
     for name in given:
         if name not in known:
             # What does not look like the name of an option may be the rest of a password.
-            told = repr(name) if _OPTION.fullmatch(name) else HIDDEN
-            raise url.refuse(f"there is no option {told}; {allowed}")
+            option = repr(name) if _OPTION.fullmatch(name) else HIDDEN
+            raise url.refuse(f"there is no option {option}; {allowed}")
         if given.count(name) > 1:
             raise url.refuse(f"option {name!r} is given twice")
 

@@ -136,7 +136,7 @@ def test_the_environments_choice_of_a_platform_is_the_reason_given(
     assert "LWKV_PLATFORM asks for it" in capsys.readouterr().out
 
 
-def test_loads_that_change_a_layer_are_told_and_end_with_1(
+def test_loads_that_change_a_layer_are_reported_and_end_with_1(
     demo: Demo, platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels = type(choose_kernels(platform))

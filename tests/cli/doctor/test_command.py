@@ -86,7 +86,7 @@ def test_the_doctor_tells_what_was_read_and_what_it_changes(
     assert rows["extra_config.slab_bytes"] == [str(256 << 20), "default"]
 
 
-def test_every_setting_is_told_once_and_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_setting_is_reported_once_and_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LWKV_REMOTE_URL", "nosuch://me:s3cret@host:1/0")
     monkeypatch.setenv("LWKV_EXTRA_CONFIG", "{slab_bytes: 67108864}")
     found = doctor.examine("cpu").configuration
@@ -147,7 +147,7 @@ def test_the_environments_choice_is_the_reason_given(monkeypatch: pytest.MonkeyP
     assert doctor.examine().why == "LWKV_PLATFORM asks for it"
 
 
-def test_a_torch_built_for_an_accelerator_is_told_with_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_built_for_an_accelerator_is_reported_with_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     assert doctor.examine("cpu").versions["torch"] == "2.13.0+cu130"
 
@@ -191,7 +191,7 @@ def test_the_doctor_works_where_torch_cannot_be_imported() -> None:
     assert "torch cannot be imported" in done.stdout.split("Faults")[1]
 
 
-def test_a_torch_that_is_not_installed_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_is_not_installed_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lwkv.cli.doctor.device", None)
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     (fault,) = doctor.examine().faults

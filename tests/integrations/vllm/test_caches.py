@@ -198,7 +198,7 @@ def test_layers_that_share_the_kv_of_another_one_have_its_spec() -> None:
         assert engine.connector.layer_of["model.layers.2.self_attn.attn"] == 1
 
 
-def test_a_layer_of_which_nothing_is_told_is_refused_by_name() -> None:
+def test_a_layer_of_which_nothing_is_reported_is_refused_by_name() -> None:
     caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(2)}
     with pytest.raises(ConfigError, match=names(2)[1]):
         describe(vllm_config(), config_of(group(spec(), names(1))), caches, RANK, "0.32.0")

@@ -22,7 +22,7 @@ def report(rank: int = 0, **changes: list[bytes]) -> RankReport:
     return RankReport(RankInfo(rank, "name"), 1, **changes)
 
 
-def test_a_chunk_that_is_kept_is_told_with_its_tokens_and_the_chunk_in_front() -> None:
+def test_a_chunk_that_is_kept_is_reported_with_its_tokens_and_the_chunk_in_front() -> None:
     found = chronicle("style")
     found.learn(report(kept=HASHES))
     assert list(found.take()) == [
@@ -33,7 +33,7 @@ def test_a_chunk_that_is_kept_is_told_with_its_tokens_and_the_chunk_in_front() -
     assert list(found.take()) == []
 
 
-def test_a_chunk_is_told_once_until_it_goes() -> None:
+def test_a_chunk_is_reported_once_until_it_goes() -> None:
     found = chronicle()
     for _ in range(2):
         found.learn(report(kept=HASHES[:1]))

@@ -9,7 +9,7 @@ def hashes(*numbers: int) -> list[bytes]:
     return [key(number).hash for number in numbers]
 
 
-def test_chunks_that_came_or_went_are_told_once_and_as_they_are_now(rig: Rig) -> None:
+def test_chunks_that_came_or_went_are_reported_once_and_as_they_are_now(rig: Rig) -> None:
     presence = Presence(rig.manager)
     rig.store(1, 2)
     assert presence.changes([]) == (hashes(1, 2), [])
@@ -21,7 +21,7 @@ def test_chunks_that_came_or_went_are_told_once_and_as_they_are_now(rig: Rig) ->
     assert (set(kept), set(dropped)) == (set(hashes(3)), set(hashes(1, 2)))
 
 
-def test_a_chunk_is_told_of_ahead_and_is_on_its_way_until_it_has_arrived(rig: Rig) -> None:
+def test_a_chunk_is_reported_ahead_and_is_on_its_way_until_it_has_arrived(rig: Rig) -> None:
     presence = Presence(rig.manager)
     write = rig.begin(1, 2)
     assert write is not None
@@ -32,7 +32,7 @@ def test_a_chunk_is_told_of_ahead_and_is_on_its_way_until_it_has_arrived(rig: Ri
     assert not presence.on_its_way
 
 
-def test_a_chunk_that_was_told_of_and_never_arrives_is_taken_back(rig: Rig) -> None:
+def test_a_chunk_that_was_reported_and_never_arrives_is_taken_back(rig: Rig) -> None:
     presence = Presence(rig.manager)
     write = rig.begin(1)
     assert write is not None
@@ -41,7 +41,7 @@ def test_a_chunk_that_was_told_of_and_never_arrives_is_taken_back(rig: Rig) -> N
     assert presence.changes([]) == ([], hashes(1))
 
 
-def test_what_was_in_memory_already_is_told_once_and_is_not_on_its_way(rig: Rig) -> None:
+def test_what_was_in_memory_already_is_reported_once_and_is_not_on_its_way(rig: Rig) -> None:
     presence = Presence(rig.manager)
     rig.store(1)
     presence.changes([])
@@ -50,7 +50,7 @@ def test_what_was_in_memory_already_is_told_once_and_is_not_on_its_way(rig: Rig)
     assert presence.changes([]) == ([], [])
 
 
-def test_what_is_on_its_way_is_told_of_once(rig: Rig) -> None:
+def test_what_is_on_its_way_is_reported_once(rig: Rig) -> None:
     presence = Presence(rig.manager)
     write = rig.begin(1)
     assert write is not None

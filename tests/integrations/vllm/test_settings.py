@@ -37,13 +37,13 @@ def test_settings_are_lwkv_s_own_and_what_becomes_of_a_failed_load() -> None:
         ({"save_unfull_chunk": True, "save_decode_cache": True}, "save_unfull_chunk"),
     ],
 )
-def test_what_cannot_work_is_told_at_the_start(extra: dict[str, object], text: str) -> None:
+def test_what_cannot_work_is_reported_at_the_start(extra: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_settings(extra)
 
 
 @pytest.mark.parametrize(
-    ("role", "reason"), [("kv_producer", "loaded by nobody"), ("kv_consumer", "finds nothing")]
+    ("role", "reason"), [("kv_producer", "no other process can load"), ("kv_consumer", "finds nothing")]
 )
 def test_a_role_that_shares_nothing_is_refused_with_what_to_do(
     role: str, reason: str, tmp_path: Path
@@ -74,13 +74,13 @@ def test_a_vllm_of_the_range_is_taken_without_a_word(version: str, caplog: pytes
 
 
 @pytest.mark.parametrize("version", ["0.99.0", "1.0", "dev", "0.1.dev123+g12"])
-def test_a_vllm_that_was_not_tested_is_told_of(version: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vllm_that_was_not_tested_is_reported(version: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check_version(version)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_everything_that_is_wrong_is_told_at_once_with_the_keys_of_vllm() -> None:
+def test_everything_that_is_wrong_is_reported_at_once_with_the_keys_of_vllm() -> None:
     extra = {"on_load_failure": "ignore", "chunksize": 64, "enable_blending": True, "save_decode_cache": 2}
     with pytest.raises(ConfigError) as error:
         read_settings(extra)

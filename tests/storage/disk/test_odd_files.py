@@ -113,7 +113,7 @@ def test_inspect_tells_of_it_in_one_line_and_removes_it(
         assert rig.used() == FORM.file_bytes
 
 
-def test_a_folder_that_is_not_empty_stays_and_is_told_of(
+def test_a_folder_that_is_not_empty_stays_and_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / NAMES[2] / "mine").mkdir(parents=True)

@@ -67,20 +67,20 @@ def connect(address: ValkeyAddress) -> ValkeyClient:
         # It keeps every client, and would connect each that is not closed once more in a child process.
         for client in made:
             client.close()
-        told = str(error).strip()
-        raise _failure(address, told) from None
+        reason = str(error).strip()
+        raise _failure(address, reason) from None
 
 
-def _failure(address: ValkeyAddress, told: str) -> ConfigError | ConnectionError:
-    """What to raise where the client could not connect; `told` is its reason, mostly a timeout."""
-    if any(word in told for word in _WRONG_LOGIN):
+def _failure(address: ValkeyAddress, reason: str) -> ConfigError | ConnectionError:
+    """What to raise where the client could not connect; `reason` is what it says, mostly a timeout."""
+    if any(word in reason for word in _WRONG_LOGIN):
         return address.url.refuse(WRONG_LOGIN)
     fault = find_fault(address)
     if fault is not None and fault.is_setting:
         return address.url.refuse(fault.text)
-    if any(word in told for word in _NOT_ALLOWED):
+    if any(word in reason for word in _NOT_ALLOWED):
         return address.url.refuse(NOT_ALLOWED)
-    return ConnectionError(f"{address.url} cannot be reached: {told if fault is None else fault.text}")
+    return ConnectionError(f"{address.url} cannot be reached: {reason if fault is None else fault.text}")
 
 
 def _import_glide(url: RemoteURL) -> Any:

@@ -149,14 +149,14 @@ def _read(replies: BinaryIO) -> bytes:
     return first
 
 
-def _refusal(address: ValkeyAddress, words: tuple[str, ...], told: str) -> Fault:
-    code, command = told.partition(" ")[0], " ".join(words[:2]) if words[0] != "AUTH" else "AUTH"
+def _refusal(address: ValkeyAddress, words: tuple[str, ...], reply: str) -> Fault:
+    code, command = reply.partition(" ")[0], " ".join(words[:2]) if words[0] != "AUTH" else "AUTH"
     if code in ("WRONGPASS", "NOAUTH"):
         return Fault(WRONG_LOGIN, is_setting=True)
     if code == "NOPERM":
         return Fault(f"{NOT_ALLOWED}: {command}", is_setting=True)
     if words[0] == "SELECT":
-        return Fault(f"database {address.database} cannot be used: {told}", is_setting=True)
+        return Fault(f"database {address.database} cannot be used: {reply}", is_setting=True)
     if words[0] == "AUTH":
         return Fault(WRONG_LOGIN, is_setting=True)
-    return Fault(f"the server refuses {command}: {told}")
+    return Fault(f"the server refuses {command}: {reply}")

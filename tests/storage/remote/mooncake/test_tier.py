@@ -183,7 +183,7 @@ def test_a_process_may_lend_memory_of_its_own(tmp_path: Path) -> None:
             one.tier.close()
 
 
-def test_a_master_that_is_not_there_yet_is_told_of_once_and_used_as_soon_as_it_is(
+def test_a_master_that_is_not_there_yet_is_reported_once_and_used_as_soon_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     master = mooncake_master(mooncake_program(), tmp_path)

@@ -61,7 +61,7 @@ def encrypted(folder: Path, certificate: str, *others: str) -> Iterator[int]:
         ("self.pem", "ca={}/self.pem", "certificate is its own authority, which the client refuses"),
     ],
 )
-def test_what_is_wrong_with_a_certificate_is_told(
+def test_what_is_wrong_with_a_certificate_is_reported(
     certificates: Path, certificate: str, query: str, told: str
 ) -> None:
     with (
@@ -71,14 +71,14 @@ def test_what_is_wrong_with_a_certificate_is_told(
         connect(read_address(f"rediss://127.0.0.1:{port}?connect_timeout_s=0.5&{query.format(certificates)}"))
 
 
-def test_a_certificate_that_the_server_wants_and_a_line_in_the_clear_are_told(certificates: Path) -> None:
+def test_a_certificate_that_the_server_wants_and_a_line_in_the_clear_are_reported(certificates: Path) -> None:
     with encrypted(certificates, "cert.pem") as port:
         told = why(f"rediss://127.0.0.1:{port}?ca={certificates}/ca.pem")
         assert re.search("wants a certificate[:,] give cert and key", told)
         assert "if it wants TLS, write valkeys:// or rediss://" in why(f"redis://127.0.0.1:{port}")
 
 
-def test_tls_to_a_server_in_the_clear_is_told(redis: Server) -> None:
+def test_tls_to_a_server_in_the_clear_is_reported(redis: Server) -> None:
     assert "write valkey:// or redis:// if it wants none" in why(f"rediss://127.0.0.1:{redis.port}")
 
 
@@ -101,7 +101,7 @@ def test_a_right_that_the_user_lacks_and_a_database_that_is_none_are_refused_at_
     assert SECRET not in str(refused.value)
 
 
-def test_a_server_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_is_not_there_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     require_client()
     port = free_port()
     assert why(f"redis://someone:{SECRET}@127.0.0.1:{port}").endswith("cannot be reached: Connection refused")
@@ -110,7 +110,7 @@ def test_a_server_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) ->
     assert told.endswith(f"127.0.0.1:{port}: Connection refused")
 
 
-def test_what_takes_connections_and_says_nothing_is_told() -> None:
+def test_what_takes_connections_and_says_nothing_is_reported() -> None:
     require_client()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -64,7 +64,7 @@ def test_an_answer_ends_the_row(three: Shards, clock: Clock, caplog: pytest.LogC
     assert not three.is_resting("b:1")
 
 
-def test_it_is_told_when_no_shard_is_left(three: Shards, clock: Clock) -> None:
+def test_it_is_reported_when_no_shard_is_left(three: Shards, clock: Clock) -> None:
     assert [three.failed(server, GONE) for server in ("a:1", "c:1", "b:1")] == [False, False, True]
     clock.now += 1
     assert not three.failed("a:1", GONE)

@@ -271,7 +271,7 @@ def test_a_user_who_may_not_write_can_still_read(redis: Server, place: OnServer)
     reader.tier.close()
 
 
-def test_a_server_that_is_not_there_yet_is_told_of_once_and_used_as_soon_as_it_is(
+def test_a_server_that_is_not_there_yet_is_reported_once_and_used_as_soon_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = redis_server(any_server_program(), tmp_path)
