@@ -48,8 +48,10 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
+# Any other text is a page format: with the key and the table it makes a right header.
+no_formats = json_values.filter(lambda value: not (isinstance(value, str) and value.isascii()))
 parts_of_right = st.fixed_dictionaries(
-    {}, optional={"key": json_values | st.just(KEY), "page_format": json_values, "more": json_values}
+    {}, optional={"key": json_values | st.just(KEY), "page_format": no_formats, "more": json_values}
 )
 texts = st.binary(max_size=50) | (json_values | parts_of_right).map(lambda value: json.dumps(value).encode())
 
