@@ -45,7 +45,7 @@ def draw_bars(result: Mapping[str, Any], path: str | Path) -> bool:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'lwkv[bench]'") from error
+        raise ConfigError("a picture needs matplotlib: pip install '.[bench]' in lwkv's folder") from error
     figure = Figure(figsize=(7 * len(panels), 5.5), dpi=130, layout="constrained")
     for axes, (draw, part) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, result, part)

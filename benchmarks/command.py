@@ -155,7 +155,10 @@ def _draw(result: Result, folder: Path) -> Iterator[Path]:
         write_trace(recorded.timeline(), trace)
         yield trace
     if not find_spec("matplotlib"):
-        print("lwkv bench: no pictures without matplotlib: pip install 'lwkv[bench]'", file=sys.stderr)
+        print(
+            "lwkv bench: no pictures without matplotlib: pip install '.[bench]' in lwkv's folder",
+            file=sys.stderr,
+        )
         return
     if isinstance(recorded, Recorded):
         title = (

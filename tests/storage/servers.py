@@ -35,7 +35,9 @@ def require(found: bool, what: str) -> None:
 
 
 def require_client() -> None:
-    require(find_spec("glide_sync") is not None, "the client of Valkey (pip install 'lwkv[valkey]')")
+    require(
+        find_spec("glide_sync") is not None, "the client of Valkey (pip install '.[valkey]' in lwkv's folder)"
+    )
 
 
 def redis_program() -> str:

@@ -112,13 +112,14 @@ def import_mooncake(url: RemoteURL) -> Any:
         from mooncake import store
     except ImportError as error:
         raise url.refuse(
-            f"Mooncake's client cannot be loaded ({error}): pip install 'lwkv[mooncake]'; it also needs "
+            f"Mooncake's client cannot be loaded ({error}): pip install '.[mooncake]' "
+            "in lwkv's folder; it also needs "
             "libibverbs (Debian: apt-get install libibverbs1)"
         ) from None
     if missing := what_is_missing(store, dict.fromkeys(_NEEDED, ())):
         raise url.refuse(
             f"{_PACKAGE} {version_of(_PACKAGE)} is installed, but 0.3.13.post1 is needed: "
-            f"it lacks {', '.join(missing)}; pip install 'lwkv[mooncake]'"
+            f"it lacks {', '.join(missing)}; pip install '.[mooncake]' in lwkv's folder"
         )
     return store
 

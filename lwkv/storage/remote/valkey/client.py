@@ -89,12 +89,13 @@ def _import_glide(url: RemoteURL) -> Any:
         import xxhash  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"remote_url {url} needs a client that is not there ({error}): pip install 'lwkv[valkey]'"
+            f"remote_url {url} needs a client that is not there ({error}): "
+            "pip install '.[valkey]' in lwkv's folder"
         ) from None
     if missing := what_is_missing(glide_sync, _NEEDED):
         raise url.refuse(
             f"valkey-glide-sync {version_of('valkey-glide-sync')} is installed, but 2.6 or later is needed: "
-            f"it lacks {', '.join(missing)}; pip install 'lwkv[valkey]'"
+            f"it lacks {', '.join(missing)}; pip install '.[valkey]' in lwkv's folder"
         )
     # It would write to the terminal what is raised anyway; a program that has set its level keeps it.
     glide_sync.Logger.init(glide_sync.LogLevel.OFF)

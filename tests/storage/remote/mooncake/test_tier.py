@@ -219,7 +219,9 @@ def test_time_outs_are_set_unless_the_user_has_set_them(monkeypatch: pytest.Monk
 
 def test_without_its_client_the_extra_and_the_library_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lwkv\[mooncake\]'; it also needs libibverbs"):
+    with pytest.raises(
+        ConfigError, match=r"pip install '\.\[mooncake\]' in lwkv's folder; it also needs libibverbs"
+    ):
         open_tier("mooncake://here", make_setup(PAGE_BYTES, LAYERS))
 
 

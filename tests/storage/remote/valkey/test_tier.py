@@ -331,7 +331,7 @@ def test_several_hosts_are_a_cluster_unless_told_otherwise() -> None:
 
 def test_without_its_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "glide_sync", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lwkv\[valkey\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[valkey\]' in lwkv's folder"):
         open_tier("redis://here", make_setup(PAGE_BYTES, LAYERS))
 
 
