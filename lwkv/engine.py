@@ -59,6 +59,8 @@ class CacheEngine:
         connector: registered with the engine's KV caches, from CreateGPUConnector.
         tiers: lower tiers, nearest first, before those that `config` names.
         timeline: records loads and saves; None for not at all.
+        lock_memory: whether page-locking of host memory begins now; False where graphs of the device's work
+            are still to be captured, and `wait_for_memory` is called after that.
 
     Attributes:
         namespace: what all keys begin with: everything that changes the bytes of a page.
@@ -78,6 +80,7 @@ class CacheEngine:
         connector: PagedConnector,
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
+        lock_memory: bool = True,
     ) -> None:
         follow_log_level()
         warn_of_foreign_variables()
@@ -133,9 +136,8 @@ class CacheEngine:
             config, self._prompt_keys.of, self._storage, connector, self._completions, counters
         )
         weakref.finalize(self, self._completions.close).atexit = False
-        if self._locks_ahead:
-            self._storage.lock_memory()
-            self._storage.wait_locked(START_LOCKING_S)
+        if lock_memory:
+            self.wait_for_memory(START_LOCKING_S)
         log.info("%s", self._describe())
 
     @classmethod
@@ -149,6 +151,7 @@ class CacheEngine:
         platform: str | Platform | None = None,
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
+        lock_memory: bool = True,
     ) -> CacheEngine:
         """Make the connector for `kvcaches` and the engine on it; arguments as CreateGPUConnector's.
 
@@ -158,7 +161,7 @@ class CacheEngine:
             platform = detect_platform(platform, device_of(kvcaches))
         connector = CreateGPUConnector(config, metadata, engine, layout_hints, platform)
         connector.register(kvcaches)
-        return cls(config, metadata, connector, tiers, timeline)
+        return cls(config, metadata, connector, tiers, timeline, lock_memory)
 
     def keys(self, tokens: Any, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The key of every chunk of `tokens`, which is not the caller's to change. Raises as `lookup`."""
@@ -308,11 +311,13 @@ class CacheEngine:
         return prometheus_text(self.counts(), self._gauges(), self.tier_names, **labels)
 
     def wait_for_memory(self, timeout_s: float) -> bool:
-        """Block until host memory is page-locked as far as it can be; False if that takes over `timeout_s`.
+        """Have host memory page-locked in the background, and block until all of it is, as far as it can be.
 
-        For whoever starts a server: memory that is locked later is locked in the background, and what finds
-        no page until then is not stored.
+        False if that takes over `timeout_s` seconds: the rest follows, and what finds no page until then is
+        not stored. Not while a graph of the device's work is captured: page-locking ends the capture.
         """
+        if self._locks_ahead:
+            self._storage.lock_memory()
         return self._storage.wait_locked(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> None:

@@ -242,7 +242,15 @@ def _make_worker(
         warn_of_outer_policy(whole.kv_transfer_config, vllm_config.kv_transfer_config, settings)
     caches, metadata, hints = describe(vllm_config, kv_cache_config, kv_caches, rank, vllm_version)
     device = next(iter(kv_caches.values())).device
-    engine = CacheEngine.create(settings, metadata, caches, layout_hints=hints, platform=platform_for(device))
+    # vLLM captures its graphs after this, and page-locking would end a capture: see WorkerSide.introduce.
+    engine = CacheEngine.create(
+        settings,
+        metadata,
+        caches,
+        layout_hints=hints,
+        platform=platform_for(device),
+        lock_memory=False,
+    )
     block_size = only_group(kv_cache_config).kv_cache_spec.block_size
     fails = settings.on_load_failure == "fail"
     return WorkerSide(engine, rank.number, block_size, draft_layers(vllm_config, caches), fails)

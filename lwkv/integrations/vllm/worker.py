@@ -89,7 +89,10 @@ class WorkerSide:
         self._requests_ended: set[str] = set()
 
     def introduce(self) -> RankInfo:
-        """What the scheduler is to know of this rank, once host memory is page-locked."""
+        """What the scheduler is to know of this rank. Page-locks host memory first, and waits for that.
+
+        vLLM asks when its graphs are captured, and before it takes requests.
+        """
         if not self.engine.wait_for_memory(MEMORY_S):
             log.warning(
                 "host memory is not yet page-locked after %.0f s: requests are taken, the rest follows in "

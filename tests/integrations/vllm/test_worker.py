@@ -6,6 +6,7 @@ from integrations.vllm.scripted import BLOCK, CHUNK, LAYERS, RankOfModel
 from oracle import held_completions, require_rest
 
 from lwkv.integrations.vllm.orders import Move, StepOrders, packed
+from lwkv.integrations.vllm.worker import MEMORY_S
 from lwkv.keys import chunk_keys
 from lwkv.pipeline import prompt_keys
 
@@ -89,4 +90,17 @@ def test_requests_that_have_ended_are_given_out_once_when_their_step_has_ended_o
     assert rank.worker.requests_ended() == {"b"}
     rank.worker.end()
     assert rank.worker.requests_ended() == {"c"}
+    rank.worker.close()
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_the_scheduler_hears_of_a_rank_when_its_memory_is_locked_or_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_locked: bool
+) -> None:
+    rank = RankOfModel(0, 1, 16, 8, {})
+    waited: list[float] = []
+    monkeypatch.setattr(rank.engine, "wait_for_memory", lambda s: waited.append(s) or is_locked)
+    assert rank.worker.introduce() is rank.worker.info
+    assert waited == [MEMORY_S]
+    assert ("requests are taken" in caplog.text) == (not is_locked)
     rank.worker.close()
