@@ -40,15 +40,18 @@ class Prefetches:
         self._open: dict[int, Prefetch] = {}
         self._ended: deque[int] = deque()
 
-    def begin(self, number: int, keys: Sequence[ChunkKey], first: int) -> None:
+    def begin(self, number: int, keys: Sequence[ChunkKey], first: int, pins: bool = True) -> None:
         """Bring what is missing of `keys` from chunk `first` on, under a number that is not in use.
 
         Args:
             keys: all chunks of a prompt, or the first ones.
+            pins: False for chunks that may be evicted as soon as they are there.
         """
         over = partial(self._ended.append, number)
-        self._open[number] = Prefetch(self._storage, range(self._num_layers), self._jobs, keys, first, over)
-        self._open[number].begin()
+        layers = range(self._num_layers)
+        prefetch = Prefetch(self._storage, layers, self._jobs, keys, first, over, pins)
+        self._open[number] = prefetch
+        prefetch.begin()
 
     def ended(self) -> list[int]:
         """The numbers of those that have ended since the last call: no more chunks of theirs will come."""
@@ -78,7 +81,9 @@ class Prefetch:
         keys: Sequence[ChunkKey],
         first: int,
         over: Callable[[], object],
+        pins: bool = True,
     ) -> None:
+        self._pins = pins
         self._storage = storage
         self._layers = layers
         self._jobs = jobs
@@ -142,13 +147,17 @@ class Prefetch:
         keys = [item.key for item in hold.found]
         # A chunk that has gone again by now is not promised: whoever watches host memory knows of it.
         pinned = [chunk for chunk in self._storage.host.pin(keys) if chunk is not None]
+        has_all = len(pinned) == len(keys)
+        if not self._pins:
+            self._storage.host.unpin(pinned)
+            pinned = []
         with self._lock:
             released = self._released
             self._pinned += [] if released else pinned
             self._hold = None
         if released:
             self._storage.host.unpin(pinned)
-        elif is_last or len(pinned) < len(keys):
+        elif is_last or not has_all:
             self._over()
         else:
             self.begin()

@@ -91,3 +91,13 @@ def test_after_the_end_one_ends_at_once() -> None:
     prefetches.begin(1, keys(*NUMBERS), 0)
     assert prefetches.ended() == [1]
     rig.end()
+
+
+def test_what_is_not_to_be_pinned_comes_and_holds_nothing() -> None:
+    rig, _, prefetches = below()
+    prefetches.begin(1, keys(*NUMBERS), 0, pins=False)
+    settle(rig, prefetches)
+    assert prefetches.ended() == [1]
+    assert (rig.host.pins, len(rig.host)) == (0, 5)
+    prefetches.release(1)
+    rig.end()

@@ -63,11 +63,13 @@ class Fetch:
         number: names it in reports, and when it is given back.
         first: the first chunk that is wanted.
         keys: for each rank, all chunks from the prompt's first to the last one wanted, as in Move.
+        pins: whether they stay in host memory until they are released.
     """
 
     number: int
     first: int
     keys: Sequence[tuple[str, bytes]]
+    pins: bool = True
 
 
 @dataclass(frozen=True, slots=True)

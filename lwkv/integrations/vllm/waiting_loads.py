@@ -88,7 +88,7 @@ class WaitingLoads:
         if self._num_held() >= most_chunks or any(load.measures for load in self._loads.values()):
             return
         self._last_number += 1
-        fetch = Fetch(self._last_number, chunk, [packed(own[: chunk + 1]) for own in keys])
+        fetch = Fetch(self._last_number, chunk, [packed(own[: chunk + 1]) for own in keys], pins=False)
         load = WaitingLoad(fetch.number, fetch, 1, self._clock())
         load.is_ordered = load.is_held = load.is_over = load.measures = True
         self._loads[f"measurement {fetch.number}"] = load

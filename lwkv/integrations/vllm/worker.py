@@ -204,7 +204,7 @@ class WorkerSide:
             self._prefetches.release(number)
         for fetch in orders.fetches:
             namespace, hashes = fetch.keys[self.info.rank]
-            self._prefetches.begin(fetch.number, unpacked(namespace, hashes), fetch.first)
+            self._prefetches.begin(fetch.number, unpacked(namespace, hashes), fetch.first, fetch.pins)
 
     def _new_unread_tiers(self) -> dict[str, float] | None:
         """The tiers that loads skip, and for how many seconds; None where nothing has changed."""

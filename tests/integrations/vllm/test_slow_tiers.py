@@ -38,10 +38,16 @@ def busy(
 ) -> tuple[Scripted, ScriptedRequest]:
     """An engine with empty host memory, in which one request decodes for long."""
     engine = Scripted(0, num_ranks, 200, host_chunks, own_cache=False, lower=[tier], **options)
-    decodes = ScriptedRequest("decodes", BUSY, 60)
+    decodes = ScriptedRequest("decodes", BUSY, 250)
     engine.add(decodes)
     engine.step()
     return engine, decodes
+
+
+def step_until_it_hangs(engine: Scripted, fault: Fault) -> None:
+    """Step until a call of the tier is under way that does not end."""
+    while not fault.entered.wait(0.002):
+        engine.step()
 
 
 def check(engine: Scripted, *requests: ScriptedRequest) -> None:
@@ -58,10 +64,11 @@ def check(engine: Scripted, *requests: ScriptedRequest) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_others_decode_while_a_request_waits_and_then_it_is_loaded_from_host_memory(num_ranks: int) -> None:
     tier = filled(num_ranks)
-    tier.faults["get"] = hanging()
+    tier.faults["get"] = fault = hanging()
     engine, decodes = busy(tier, num_ranks)
     waits = ScriptedRequest("waits", PROMPTS[0], 2)
     engine.add(waits)
+    step_until_it_hangs(engine, fault)
     before = decodes.num_tokens
     for _ in range(20):
         engine.step()
@@ -138,12 +145,11 @@ def test_a_page_that_is_missing_costs_its_request_the_chunks_from_there_on_and_n
 @pytest.mark.parametrize("when", ["on the way", "there"])
 def test_a_request_that_is_aborted_while_it_waits_gives_everything_back(when: str) -> None:
     tier = filled()
-    tier.faults["get"] = hanging()
+    tier.faults["get"] = fault = hanging()
     engine, decodes = busy(tier)
     aborted = ScriptedRequest("aborted", PROMPTS[0], 2)
     engine.add(aborted)
-    for _ in range(3):
-        engine.step()
+    step_until_it_hangs(engine, fault)
     if when == "there":
         tier.end_faults()
         assert engine.ranks[0].engine.flush()
@@ -186,8 +192,7 @@ def test_news_that_come_during_a_look_up_are_looked_up_on_the_side_too() -> None
     tier.faults["contains", 0] = fault = hanging()
     waits = ScriptedRequest("waits", PROMPTS[0], 2)
     engine.add(waits)
-    while waits not in engine.waiting or not fault.entered.is_set():
-        engine.step()
+    step_until_it_hangs(engine, fault)
     index = engine.scheduler.index
     keys = index.keys(np.array(PROMPTS[0]), ())[0]
     index.learn(RankReport(engine.ranks[0].worker.info, 0, dropped=[keys[0].hash]))
