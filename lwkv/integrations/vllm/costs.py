@@ -51,19 +51,20 @@ class TimedStep:
 
 
 def tokens_and_position(output: Any) -> tuple[int, float]:
-    """How many tokens a step of vLLM's scheduler output computes, and their mean position in their requests.
+    """How many tokens a step of vLLM's scheduler output prefills, and the mean position of its tokens.
 
-    The position is 0 where they are fewer than LEAST_TOKENS.
+    One token of each request is left out: a step that only decodes prefills none, and its time says nothing
+    of prefills. The position is 0 where there are fewer than LEAST_TOKENS.
     """
     scheduled = output.num_scheduled_tokens
     total = sum(scheduled.values())
-    if total < LEAST_TOKENS:
-        return total, 0.0
+    if total - len(scheduled) < LEAST_TOKENS:
+        return total - len(scheduled), 0.0
     cached = output.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     weighted = (number * (starts[name] + number / 2) for name, number in scheduled.items())
-    return total, sum(weighted) / total
+    return total - len(scheduled), sum(weighted) / total
 
 
 class Costs:

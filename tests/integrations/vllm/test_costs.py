@@ -183,6 +183,8 @@ def output(**parts: tuple[int, int, bool]) -> Any:
 
 
 def test_the_position_of_a_step_is_that_of_its_tokens_on_average() -> None:
-    assert tokens_and_position(output(a=(0, 1000, True))) == (1000, 500.0)
-    assert tokens_and_position(output(a=(0, 1000, True), b=(4000, 1000, False))) == (2000, 2500.0)
-    assert tokens_and_position(output(a=(9000, 1, False))) == (1, 0.0)
+    assert tokens_and_position(output(a=(0, 1000, True))) == (999, 500.0)
+    assert tokens_and_position(output(a=(0, 1000, True), b=(4000, 1000, False))) == (1998, 2500.0)
+    assert tokens_and_position(output(a=(9000, 1, False))) == (0, 0.0)
+    decoding = {f"r{number}": (9000, 1, False) for number in range(2 * LEAST_TOKENS)}
+    assert tokens_and_position(output(**decoding)) == (0, 0.0), "however many decode"
