@@ -257,9 +257,11 @@ class Oracle:
         if config.enable_blending:
             return CacheEngine(config, self.metadata, self._buffer_connector(config), tiers)
         hints = {"block_size": self.dims.block_size, **self.form.hints}
-        return CacheEngine.create(
+        engine = CacheEngine.create(
             config, self.metadata, self.kvcaches, self.form.engine, hints, self.platform, tiers
         )
+        assert engine.wait_for_memory(20.0), "host memory is page-locked in the background"
+        return engine
 
     def _coded_bytes(self, chunk_size: int) -> int:
         """Bytes of a lossless page."""

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lwkv.codecs.raw import RawPages
 from lwkv.connectors.transfer_plan import Plan, Plans, Slice, page_shape
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch, Int64s
@@ -39,7 +40,7 @@ class Bed:
         self.pool.reserve(PAGES * page_bytes)
 
     def plans(self, chunks_per_slice: int, layers: Sequence[PagedLayer]) -> Plans:
-        return Plans(self.platform, layers, self.pool, CHUNK, chunks_per_slice)
+        return Plans(self.platform, layers, self.pool, RawPages(CHUNK), CHUNK, chunks_per_slice)
 
     def plan(self, chunks_per_slice: int, transfer: Transfer, pages: Int64s | None = None) -> Plan:
         plans = self.plans(chunks_per_slice, self.layers)
