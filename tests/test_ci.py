@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,9 @@ def test_ci_runs_all_tests_also_those_inside_engines() -> None:
     commands = (TREE / ".ci" / "run").read_text()
     assert 'bash "$ci/test" --all\n' in commands
     assert {'bash "$ci/vllm"', 'bash "$ci/sglang"'} <= set(commands.splitlines())
+
+
+def test_every_file_is_counted_in_one_part() -> None:
+    done = subprocess.run([sys.executable, TREE / "ci" / "count"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "core" in done.stdout
