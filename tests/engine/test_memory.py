@@ -19,7 +19,7 @@ def test_memory_is_locked_when_the_engine_is_made_or_when_it_is_waited_for(
     with oracle.engine() as made:
         config = made.config
     begun: list[StorageManager] = []
-    monkeypatch.setattr(StorageManager, "lock_memory", begun.append)
+    monkeypatch.setattr(StorageManager, "lock_memory", lambda manager: begun.append(manager))
     hints = {"block_size": oracle.dims.block_size, **oracle.form.hints}
     arguments = config, oracle.metadata, oracle.kvcaches, oracle.form.engine, hints, platform
     locks = platform.device_type != "cpu"

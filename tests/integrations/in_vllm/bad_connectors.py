@@ -61,7 +61,7 @@ class _SpoilingOneBlock(_Spoiling):
 class _Late(WorkerSide):
     """Loads when the model has been computed, and says that all is well."""
 
-    def start_load(self) -> None:
+    def start_load(self, hooks_come: bool = True) -> None:
         pass
 
     def wait_for_layer(self, name: str) -> None:

@@ -155,21 +155,30 @@ class Engine:
         assert stats["page_references"] == stats["chunks"] * engine.num_layers
 
     def close(self) -> None:
-        from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
-
         self.llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
         del self.llm
-        gc.collect()
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        end_groups()
+
+
+def end_groups() -> None:
+    """End what vLLM has in this process beside an engine."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    gc.collect()
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 @contextmanager
 def started(model: Path, **arguments: Any) -> Iterator[Engine]:
     """An engine that ends with the block."""
-    engine = Engine(model, **arguments)
+    try:
+        engine = Engine(model, **arguments)
+    except BaseException:
+        end_groups()  # else no other engine starts in this process
+        raise
     try:
         yield engine
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from integrations.in_vllm import models
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import Answer, assert_same, prompt, started, with_lwkv
@@ -97,6 +98,10 @@ def test_a_model_of_which_some_layers_have_a_window(tmp_path: Path) -> None:
         other.close()
 
 
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM refuses caches of eight bits on a processor without AVX-512 and AMX",
+)
 def test_a_cache_of_eight_bits(llama: Path) -> None:
     # Its rounding makes answers depend on how batches are cut; cold and warm are cut alike here.
     arguments = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching": False}
