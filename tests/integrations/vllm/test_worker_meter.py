@@ -52,6 +52,9 @@ def test_what_becomes_of_a_failed_load_is_counted_and_logged_as_the_policy_says(
     engine = Scripted(4, own_cache=False, budget=200, host_chunks=40)
     engine.add(ScriptedRequest("cached", list(range(24)), 1))
     engine.run()
+    assert engine.ranks[0].engine.flush()
+    engine.add(ScriptedRequest("elsewhere", [1, 2, 3], 1))
+    engine.run()  # the scheduler hears of it
     engine.ranks[0].worker._fails = fails
     engine.ranks[0].worker.new_counts()
     engine.ranks[0].fails_at = 0
