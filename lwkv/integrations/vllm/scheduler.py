@@ -308,7 +308,7 @@ class SchedulerSide:
             )
 
     def _times_step(self, output: Any) -> bool:
-        """Whether the workers are to report the step's end, which tells how long it took."""
+        """Whether the workers are to report the step's end, to measure how long it took."""
         loading, self._num_loading = self._num_loading, 0
         from_host, self._loads_from_host = self._loads_from_host, True
         if self._costs is None:

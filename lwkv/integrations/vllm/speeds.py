@@ -12,7 +12,7 @@ DECAY = 0.7
 """What a measurement still counts for when the next one of the same kind has come."""
 
 FIRST_BUCKET = 1024
-"""Tokens: positions are told apart by how often this doubles up to them."""
+"""Tokens: positions fall into classes by how often this doubles up to them."""
 
 Floats = npt.NDArray[np.float64]
 

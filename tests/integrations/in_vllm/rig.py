@@ -6,7 +6,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,11 +174,10 @@ def end_groups() -> None:
 @contextmanager
 def started(model: Path, **arguments: Any) -> Iterator[Engine]:
     """An engine that ends with the block."""
-    try:
+    with ExitStack() as undo:
+        undo.callback(end_groups)  # of an engine that does not start, too: else no other one can
         engine = Engine(model, **arguments)
-    except BaseException:
-        end_groups()  # else no other engine starts in this process
-        raise
+        undo.pop_all()
     try:
         yield engine
     finally:
