@@ -15,7 +15,7 @@ from oracle import Dims, Oracle, run_slots
 import lwkv
 from lwkv.engine import CacheEngine, Request
 from lwkv.integrations.vllm.orders import Move, StepOrders
-from lwkv.integrations.vllm.worker import WorkerSide
+from lwkv.integrations.vllm.worker.side import WorkerSide
 from lwkv.platforms.cpu import CPU
 from lwkv.steps import LayerSteps
 

@@ -15,15 +15,14 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.engine import CacheEngine
-from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
-from lwkv.integrations.vllm.events import as_event
-from lwkv.integrations.vllm.forward_pass import calls_hooks
-from lwkv.integrations.vllm.index import ChunkIndex
-from lwkv.integrations.vllm.kv_events import KVEventLog
 from lwkv.integrations.vllm.logs import log_as_vllm
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
-from lwkv.integrations.vllm.scheduler import Role, SchedulerSide
+from lwkv.integrations.vllm.scheduler.events import as_event
+from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog
+from lwkv.integrations.vllm.scheduler.side import Role, SchedulerSide
+from lwkv.integrations.vllm.scheduler.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.settings import (
     MEANING,
     Settings,
@@ -32,9 +31,10 @@ from lwkv.integrations.vllm.settings import (
     warn_of_outer_policy,
 )
 from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
-from lwkv.integrations.vllm.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.versions import check_version
-from lwkv.integrations.vllm.worker import WorkerSide
+from lwkv.integrations.vllm.worker.caches import Rank, describe, draft_layers, only_group, window_of
+from lwkv.integrations.vllm.worker.forward_pass import calls_hooks
+from lwkv.integrations.vllm.worker.side import WorkerSide
 from lwkv.platforms import platform_for
 from lwkv.storage.registry import tier_urls
 

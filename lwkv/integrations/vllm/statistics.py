@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from lwkv.integrations.vllm.worker_meter import RANK_MARK, summed_over_ranks
+from lwkv.integrations.vllm.worker.meter import RANK_MARK, summed_over_ranks
 
 PREFIX = "vllm:lwkv_"
 

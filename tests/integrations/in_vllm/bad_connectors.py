@@ -8,7 +8,7 @@ import torch
 
 from lwkv.integrations.vllm.connector import LWKVConnector
 from lwkv.integrations.vllm.orders import StepOrders
-from lwkv.integrations.vllm.worker import WorkerSide
+from lwkv.integrations.vllm.worker.side import WorkerSide
 
 
 class NeverHits(LWKVConnector):

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from integrations.vllm.test_index import Shelf
+from integrations.vllm.scheduler.test_index import Shelf
 
 from lwkv import keys as key_module
 from lwkv.benchmarks.vllm_scheduler import CHUNK, Decoding
-from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.request_state import RequestState
+from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.transfer import Chunking
 
 INFO = RankInfo(0, "model")

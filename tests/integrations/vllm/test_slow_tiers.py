@@ -11,8 +11,8 @@ from integrations.vllm.scripted import CHUNK, LAYERS, Scripted, ScriptedRequest,
 from integrations.vllm.test_scripted import History
 from storage.faulty_tier import Fault, FaultyTier, hanging
 
-from lwkv.integrations.vllm import tier_lookup
 from lwkv.integrations.vllm.reports import RankReport
+from lwkv.integrations.vllm.scheduler import tier_lookup
 
 PROMPTS = [[prompt * 100 + token for token in range(3 * CHUNK + 1)] for prompt in range(4)]
 BUSY = [900, 901, 902]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from integrations.vllm.scripted import CHUNK, Scripted, ScriptedRequest, expected
 
-from lwkv.integrations.vllm.forward_pass import calls_hooks
+from lwkv.integrations.vllm.worker.forward_pass import calls_hooks
 
 PROMPT = list(range(500, 501 + 2 * CHUNK))
 

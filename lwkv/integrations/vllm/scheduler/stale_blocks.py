@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lwkv.integrations.vllm.orders import NULL_BLOCK
-from lwkv.integrations.vllm.scheduled import ScheduledRequest
+from lwkv.integrations.vllm.scheduler.scheduled import ScheduledRequest
 
 
 class StaleBlocks:

@@ -14,18 +14,18 @@ from uuid import uuid4
 
 from lwkv.background.workers import Workers
 from lwkv.config.settings import Config
-from lwkv.integrations.vllm.agenda import Agenda
-from lwkv.integrations.vllm.costs import Costs, tokens_and_position
-from lwkv.integrations.vllm.index import ChunkIndex
-from lwkv.integrations.vllm.kv_events import KVEventLog, Removed, Stored
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Fetch, Move, StepOrders
-from lwkv.integrations.vllm.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.reports import StepReports
-from lwkv.integrations.vllm.request_state import RequestState, Span
-from lwkv.integrations.vllm.scheduled import ScheduledRequest
-from lwkv.integrations.vllm.stale_blocks import StaleBlocks
-from lwkv.integrations.vllm.waiting_loads import WaitingLoads
-from lwkv.integrations.vllm.worker_meter import rank_gauge
+from lwkv.integrations.vllm.scheduler.agenda import Agenda
+from lwkv.integrations.vllm.scheduler.costs import Costs, tokens_and_position
+from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog, Removed, Stored
+from lwkv.integrations.vllm.scheduler.prompt import is_cacheable, wants_hits
+from lwkv.integrations.vllm.scheduler.request_state import RequestState, Span
+from lwkv.integrations.vllm.scheduler.scheduled import ScheduledRequest
+from lwkv.integrations.vllm.scheduler.stale_blocks import StaleBlocks
+from lwkv.integrations.vllm.scheduler.waiting_loads import WaitingLoads
+from lwkv.integrations.vllm.worker.meter import rank_gauge
 from lwkv.storage.tier import HOST
 from lwkv.telemetry.counters import Counters
 from lwkv.transfer import Chunking

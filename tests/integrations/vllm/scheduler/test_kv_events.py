@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lwkv.integrations.vllm.kv_events import KVEventLog, Removed, Stored
 from lwkv.integrations.vllm.orders import Move
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
+from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog, Removed, Stored
 from lwkv.keys import chunk_keys
 
 TOKENS = np.arange(11)

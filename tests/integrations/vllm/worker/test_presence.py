@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from storage.rig import Rig, key, keys
 
-from lwkv.integrations.vllm.presence import Presence
+from lwkv.integrations.vllm.worker.presence import Presence
 
 
 def hashes(*numbers: int) -> list[bytes]:

@@ -8,13 +8,13 @@ import pytest
 from integrations.vllm.scripted import CHUNK, ScriptedRequest
 from integrations.vllm.test_slow_tiers import PROMPTS, busy, check, filled
 
-from lwkv.integrations.vllm.costs import MEASURE_AGAIN_S
+from lwkv.integrations.vllm.scheduler.costs import MEASURE_AGAIN_S
 
 
 def test_what_is_slower_than_computing_is_computed_once_and_then_in_host_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG, "lwkv.integrations.vllm.scheduler")
+    caplog.set_level(logging.DEBUG, "lwkv.integrations.vllm.scheduler.side")
     tier = filled()
     engine, decodes = busy(tier)
     costs = engine.scheduler._costs
@@ -65,7 +65,7 @@ def test_it_can_be_turned_off() -> None:
 
 
 def test_steps_and_tiers_are_measured_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lwkv.integrations.vllm.costs.LEAST_TOKENS", 16)
+    monkeypatch.setattr("lwkv.integrations.vllm.scheduler.costs.LEAST_TOKENS", 16)
     engine, decodes = busy(filled())
     requests = [ScriptedRequest(f"new {number}", list(range(500, 540)), 1) for number in range(2)]
     requests += [ScriptedRequest("waits", PROMPTS[0], 2)]

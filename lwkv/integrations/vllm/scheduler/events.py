@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from lwkv.integrations.vllm.kv_events import Removed, Stored
+from lwkv.integrations.vllm.scheduler.kv_events import Removed, Stored
 
 MEDIUM = "CPU"
 

@@ -12,9 +12,9 @@ import torch
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import LwkvError
 from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
-from lwkv.integrations.vllm.presence import Presence
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.worker_meter import WorkerMeter
+from lwkv.integrations.vllm.worker.meter import WorkerMeter
+from lwkv.integrations.vllm.worker.presence import Presence
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.steps import LayerSteps

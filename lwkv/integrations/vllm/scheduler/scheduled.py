@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lwkv.integrations.vllm.request_state import RequestState
+from lwkv.integrations.vllm.scheduler.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lwkv.integrations.vllm.prompt import is_cacheable, salts_of, token_ids, wants_hits
+from lwkv.integrations.vllm.scheduler.prompt import is_cacheable, salts_of, token_ids, wants_hits
 from lwkv.keys import chunk_keys
 
 

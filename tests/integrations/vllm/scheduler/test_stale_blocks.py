@@ -10,8 +10,8 @@ import pytest
 from integrations.vllm.scripted import BLOCK, Scripted, ScriptedRequest, expected
 from integrations.vllm.test_scripted import History
 
-from lwkv.integrations.vllm.scheduled import ScheduledRequest
-from lwkv.integrations.vllm.stale_blocks import StaleBlocks
+from lwkv.integrations.vllm.scheduler.scheduled import ScheduledRequest
+from lwkv.integrations.vllm.scheduler.stale_blocks import StaleBlocks
 
 SHARED = list(range(300, 332))
 ONE = [*SHARED, *range(500, 540)]

@@ -9,7 +9,7 @@ import torch
 from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.caches import Rank, describe, draft_layers, only_group, window_of
+from lwkv.integrations.vllm.worker.caches import Rank, describe, draft_layers, only_group, window_of
 from lwkv.platforms.cpu import CPU
 
 BLOCKS = 6

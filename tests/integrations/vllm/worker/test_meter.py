@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 from integrations.vllm.scripted import CHUNK, LAYERS, RankOfModel, Scripted, ScriptedRequest
-from integrations.vllm.test_worker import move, run
+from integrations.vllm.worker.test_side import move, run
 from storage.rig import Clock
 
 from lwkv.integrations.vllm.orders import StepOrders
-from lwkv.integrations.vllm.worker_meter import QUIET_S, WorkerMeter, summed_over_ranks
+from lwkv.integrations.vllm.worker.meter import QUIET_S, WorkerMeter, summed_over_ranks
 from lwkv.telemetry.counters import Counters
 
 STORE = StepOrders(1, 0, [], [move([])])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lwkv.integrations.vllm.agenda import Agenda
+from lwkv.integrations.vllm.scheduler.agenda import Agenda
 
 
 def test_a_request_is_looked_at_until_it_sleeps_and_again_from_its_step_on() -> None:

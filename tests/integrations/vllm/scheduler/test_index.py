@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lwkv.integrations.vllm.index import ChunkIndex
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.request_state import ASK_AGAIN_S, RequestState
+from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.request_state import ASK_AGAIN_S, RequestState
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.transfer import Chunking
 

@@ -1,0 +1,1 @@
+"""A worker's half of the connector: loads and stores, and what it reports."""
