@@ -78,33 +78,43 @@ def _blending(config: Settings) -> Iterator[Conflict]:
 def _ratios(layers: int, given: tuple[float, ...] | None) -> Iterator[Conflict]:
     ratios = given or RECOMPUTE_RATIOS
     if layers != len(ratios):
-        advice = f"{layers} check layers and {len(ratios)} ratios; give every check layer its ratio"
+        advice = (
+            f"there are {layers} check layers, and ratios for {len(ratios)}; give every check layer its ratio"
+        )
         yield ("blend_check_layers", "blend_recompute_ratios"), advice
     if any(a < b for a, b in pairwise(ratios)):
-        yield ("blend_recompute_ratios",), "each layer chooses among those chosen before; let ratios descend"
+        advice = "each check layer picks among the tokens that the one before it picked; let ratios descend"
+        yield ("blend_recompute_ratios",), advice
     elif ratios[0] > 0 and ratios[-1] == 0:
-        yield ("blend_recompute_ratios",), "the last is what is computed; let it be above 0, or all be 0"
+        advice = "the last ratio is the share of tokens that is computed; set it above 0, or all ratios to 0"
+        yield ("blend_recompute_ratios",), advice
 
 
 def _staging(config: Settings) -> Iterator[Conflict]:
     if not config.use_gpu and config.extra_config.staging_bytes is not None:
         yield (
             ("use_gpu", "extra_config.staging_bytes"),
-            "without use_gpu staging is as small as can be; leave staging_bytes out or set use_gpu to true",
+            "without use_gpu a staging buffer holds one page; leave staging_bytes out or set use_gpu to true",
         )
 
 
 def _tiers(config: Settings) -> Iterator[Conflict]:
     if config.max_host_bytes == 0:
-        advice = "pages are in host memory, if only on their way; give it a size above 0"
+        advice = "pages are in host memory at least while they are moved; give it a GiB or more"
         yield ("local_cpu", "max_local_cpu_size"), advice
     if config.write_policy == "write_back" and not config.local_cpu:
-        advice = "what host memory does not keep is written at once; set write_policy to write_through"
+        advice = (
+            "what host memory does not keep is written at once; set write_policy to write_through, or "
+            "local_cpu to true"
+        )
         yield ("write_policy", "local_cpu"), advice
     if config.local_disk and config.max_disk_bytes == 0:
         yield ("local_disk", "max_local_disk_size"), "give the disk tier a size above 0"
     if not (config.local_cpu or config.local_disk or config.remote_url):
-        yield ("local_cpu", "local_disk", "remote_url"), "pages have no place to be; switch one of them on"
+        yield (
+            ("local_cpu", "local_disk", "remote_url"),
+            "there is no tier to keep pages in; switch one of them on",
+        )
     if config.reserve_bytes > config.max_host_bytes:
-        advice = "reserve_gib is at most max_local_cpu_size"
+        advice = "reserve_gib is a part of max_local_cpu_size; lower the first or raise the second"
         yield ("extra_config.reserve_gib", "max_local_cpu_size"), advice

@@ -6,6 +6,7 @@ that a user wrote is ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -102,7 +103,7 @@ def _find(key: str) -> LMCacheKey | None:
 
 
 def _refusal(key: str, value: object, origin: str, known: LMCacheKey) -> str:
-    allowed = " or ".join(repr(item) for item in known.same) or "nothing"
+    allowed = " or ".join(json.dumps(item) for item in known.same) or "no value"
     # Of a key that is known by its beginning alone the value may be an address.
     got = f"{key}: got {shown(value) if key in LMCACHE_KEYS else shown_under(key, value)} ({origin})"
     return f"{got}, a key of LMCache; allowed: {allowed}; {known.advice}"

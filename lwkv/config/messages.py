@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from reprlib import Repr
 
 from pydantic import BaseModel, ValidationError
 
+from lwkv.config.addresses import WrongAddressError
+from lwkv.config.hints import hint_for_key, hint_for_value
 from lwkv.config.secrets import HIDDEN, cut, cut_inside, cut_under
 from lwkv.config.values import Allowed
 
@@ -27,7 +28,6 @@ class Origins(dict[str, str]):
         self.unread: frozenset[str] = frozenset()
 
 
-_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _MOST_CHARS = 200
 _MOST_LINES = 30
 
@@ -77,7 +77,8 @@ def joined(lines: Iterable[str]) -> str:
     """Join the lines of an error text; where there are very many, the first of them."""
     distinct = list(dict.fromkeys(lines))
     left_out = [f"... and {len(distinct) - _MOST_LINES} more"] if len(distinct) > _MOST_LINES else []
-    return "\n".join([*distinct[:_MOST_LINES], *left_out])
+    text = "\n".join([*distinct[:_MOST_LINES], *left_out])
+    return f"{text}\n({HIDDEN} stands for what may be a secret)" if HIDDEN in text else text
 
 
 def allowed_of(model: type[BaseModel], key: str) -> Allowed:
@@ -90,7 +91,10 @@ def explain(
     error: ValidationError, model: type[BaseModel], values: Mapping[str, object], origins: Origins
 ) -> list[str]:
     """Every problem of `error`, a line each; keys not in `origins` came as arguments."""
-    return [_explain(item["loc"], model, values, origins) for item in error.errors(include_url=False)]
+    return [
+        _explain(item["loc"], item.get("ctx", {}).get("error"), model, values, origins)
+        for item in error.errors(include_url=False)
+    ]
 
 
 def keys_of(error: ValidationError) -> set[str]:
@@ -99,30 +103,39 @@ def keys_of(error: ValidationError) -> set[str]:
 
 
 def _explain(
-    place: tuple[int | str, ...], model: type[BaseModel], values: Mapping[str, object], origins: Origins
+    place: tuple[int | str, ...],
+    reason: object,
+    model: type[BaseModel],
+    values: Mapping[str, object],
+    origins: Origins,
 ) -> str:
     key = str(place[0])
     value, origin, inner = values.get(key), origins.get(key, "argument"), model.model_fields[key].annotation
     if len(place) == 1 or not (isinstance(inner, type) and issubclass(inner, BaseModel)):
         got = shown_under(key if key == "remote_url" else "", value)
-        return f"{key}: got {got} ({origin}); allowed: {_allowed(model, key, value)}"
+        why = f", but {reason}" if isinstance(reason, WrongAddressError) else ""
+        return f"{key}: got {got} ({origin}){why}; allowed: {_allowed(model, key, value)}"
     name, extras = str(place[1]), value if isinstance(value, Mapping) else {}
     item = {str(extra): given for extra, given in extras.items()}.get(name)
     if name not in inner.model_fields:
-        return f"{key}.{unknown_key(name, item, origin, inner.model_fields)}"
+        outside = f" (it is no key of {key}: write it beside {key})" if name in model.model_fields else ""
+        return f"{key}.{unknown_key(name, item, origin, inner.model_fields, outside)}"
     return f"{key}.{name}: got {shown(item)} ({origin}); allowed: {_allowed(inner, name, item)}"
 
 
 def _allowed(model: type[BaseModel], key: str, value: object) -> str:
-    """What `key` takes, and what keeps a number that was given as text from being one."""
+    """What `key` takes, and what to do about `value` where that can be guessed."""
     allowed = allowed_of(model, key)
-    is_quoted = "number" in allowed.kind and isinstance(value, str) and _NUMBER.fullmatch(value.strip())
-    return f"{allowed.values}; write the number without quotes" if is_quoted else allowed.values
+    return f"{allowed.values}{hint_for_value(allowed, value, model.model_fields[key].default)}"
 
 
-def unknown_key(key: str, value: object, origin: str, known: Iterable[str]) -> str:
-    """Say that `key` is unknown, which key is near, and which keys there are."""
+def unknown_key(key: str, value: object, origin: str, known: Iterable[str], hint: str = "") -> str:
+    """Say that `key` is unknown, where it belongs or which key is near, and which keys there are.
+
+    Args:
+        hint: where it belongs, if the caller knows.
+    """
     names = sorted(known)
-    near = did_you_mean(key, names)
+    near = hint or hint_for_key(key, value, names) or did_you_mean(key, names)
     got = f"{clipped(key)}: got {shown_under(key, value)} ({origin})"
     return f"{got}, but there is no such key{near}; allowed: {', '.join(names)}"

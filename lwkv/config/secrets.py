@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 
 HIDDEN = "***"
-_SECRET = re.compile("pas|pw|secret|token|user|credential|auth|login", re.IGNORECASE)
+_SECRET = re.compile(
+    "pas|pw|secret|token|user|credential|auth|login|(api|access|private)_?key", re.IGNORECASE
+)
 # Settings that count tokens of text.
 _COUNT = re.compile(
     "(min|max|num)_tokens?|(min|max|num)_[a-z]+_tokens|tokens?_(threshold|count|size|limit)", re.IGNORECASE
@@ -51,9 +53,11 @@ def cut_inside(value: object) -> object:
 def cut_under(name: str, value: object) -> object:
     """A value as it may be shown under `name`: a secret's name hides it, here or inside, and what should be
     an address is shown only as far as it is one."""
+    if value is None or value == "" or isinstance(value, bool):
+        return value
     if is_secret(name) or any(is_secret(text) for text in _texts_in(value)):
         return HIDDEN
-    if value is None or not is_address(name):
+    if not is_address(name):
         return cut_inside(value)
     return cut(value) if isinstance(value, str) and re.search("@|://", value) else HIDDEN
 

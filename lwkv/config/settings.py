@@ -167,10 +167,17 @@ class Config(BaseSettings):
         return {key: origins.get(key, "default") for key in cls.model_fields}
 
     @classmethod
+    def given(cls, path: str | os.PathLike[str] | None = None) -> frozenset[str]:
+        """The names of what file and environment give, also of what is no setting of this class."""
+        values, _ = cls._merge(path, {})
+        variables = {name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX)}
+        return frozenset(values) | variables
+
+    @classmethod
     def _merge(
         cls, path: str | os.PathLike[str] | None, arguments: Mapping[str, object]
     ) -> tuple[dict[str, object], Origins]:
-        kinds = {key: allowed_of(Config, key).kind for key in Config.model_fields}
+        kinds = {key: allowed_of(cls, key).kind for key in cls.model_fields}
         environment = read_environment(os.environ, kinds)
         try:
             file = _read_named_file(path, os.environ)

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from lwkv.config.hints import VARIABLES_ONLY, hint_for_key
 from lwkv.config.messages import clipped, did_you_mean, shown, shown_under
 from lwkv.config.secrets import HIDDEN, is_secret
 from lwkv.errors import ConfigError
 
 PREFIX = "LWKV_"
-RESERVED = (
-    *("LWKV_CONFIG_FILE", "LWKV_LOG_LEVEL", "LWKV_PLATFORM"),
-    *("LWKV_REMOTE_USER", "LWKV_REMOTE_PASSWORD"),
-)
+RESERVED = tuple(f"{PREFIX}{name.upper()}" for name in VARIABLES_ONLY)
 
 
 class Read(NamedTuple):
@@ -72,6 +70,17 @@ class _Loader(yaml.SafeLoader):
         return int(self.construct_scalar(node))
 
 
+_ADVICE = {
+    "'\\t'": "; indent with spaces and not with tabs",
+    "another document": "; write one document: leave out the line of three dashes",
+    "mapping values are not allowed": "; write `key: value`, and text that has a colon in quotes",
+    "could not find expected ':'": "; write `key: value`",
+    "stream end": "; a bracket or quote is not closed",
+}
+"""What to do, by a part of the message of YAML's parser."""
+_QUOTED = re.compile("'[^']*'|\"[^\"]*\"")
+
+
 class _RefusedError(yaml.constructor.ConstructorError):
     """What YAML allows and lwkv does not take; its text quotes nothing that may be a secret."""
 
@@ -102,6 +111,8 @@ def read_file(path: str | PathLike[str], told_by: str) -> Read:
             levels.
     """
     name = f"configuration file {shown(fspath(path))} ({told_by})"
+    if not fspath(path):
+        raise ConfigError(f"{name} has an empty name; write the path of a file, or unset the variable")
     try:
         with open(path, encoding="utf-8") as file:
             values, twice = _load(file)
@@ -127,14 +138,23 @@ def _load(text: Any) -> tuple[Any, list[str]]:
 def _why(error: OSError | ValueError | yaml.YAMLError) -> str:
     """Say what cannot be read, and where, without what is written there."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        # Names that YAML quotes are part of the text; what it calls <...>, and single characters, are not.
         problem, mark = f"{error.problem}", error.problem_mark
-        if not isinstance(error, _RefusedError):
-            problem = re.sub(r"'(?!<)[^']{2,}'", f"'{HIDDEN}'", problem)
-        return f"cannot be read: {problem} (line {mark.line + 1}, column {mark.column + 1})"
+        place = f"(line {mark.line + 1}, column {mark.column + 1})"
+        if isinstance(error, _RefusedError):
+            return f"cannot be read: {problem} {place}"
+        advice = next((advice for part, advice in _ADVICE.items() if part in problem), "")
+        return f"cannot be read: {_QUOTED.sub(_hide_name, problem)} {place}{advice}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"cannot be read: byte {error.start + 1} is no UTF-8; save the file as UTF-8"
     return (
         f"cannot be read: {(error.strerror if isinstance(error, OSError) else None) or clipped(f'{error}')}"
     )
+
+
+def _hide_name(quoted: re.Match[str]) -> str:
+    """Names that YAML quotes are part of the text; what it calls <...>, and single characters, are not."""
+    name = quoted[0][1:-1]
+    return quoted[0] if name.startswith("<") or len(name.removeprefix("\\")) < 2 else f"'{HIDDEN}'"
 
 
 def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> Read:
@@ -154,7 +174,8 @@ def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> Re
 
 
 def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
-    near, names = did_you_mean(name, known), ", ".join(sorted(known))
+    near = hint_for_key(name.removeprefix(PREFIX).lower(), text, ()) or did_you_mean(name, known)
+    names = ", ".join(sorted(known))
     value = shown_under(name, text)
     return f"environment variable {clipped(name)}={value} names no setting{near}; allowed: {names}"
 

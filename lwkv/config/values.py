@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from lwkv.config.addresses import WrongAddressError, check_hosts
+
 FLAG_WORDS = {
     "true": True,
     "yes": True,
@@ -28,7 +30,7 @@ CHECK_LAYERS = (1,)
 RECOMPUTE_RATIOS = (0.15,)
 
 _OFF = ("null", "none", "false", "off", "no")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s]+")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True)
@@ -72,17 +74,27 @@ def _disk_path(value: object) -> object:
     if not isinstance(value, str):
         return value
     path = expanduser(value.strip().removeprefix("file://"))
-    if not path or "://" in path or "\0" in path:
-        raise ValueError("no path")
+    if not path or "\0" in path:
+        raise WrongAddressError("it names no folder")
+    if "://" in path:
+        raise WrongAddressError("it is a URL and no folder; a server is given as remote_url")
     return path
 
 
 def _remote_url(value: object) -> object:
     if _is_off(value):
         return None
-    if isinstance(value, str) and not _URL.fullmatch(value.strip()):
-        raise ValueError("no scheme")
-    return value.strip() if isinstance(value, str) else value
+    if not isinstance(value, str):
+        raise WrongAddressError("it is no text")
+    url = value.strip()
+    if any(character.isspace() for character in url):
+        raise WrongAddressError("it has a blank in it; in a password write %20 for one")
+    if not (scheme := _SCHEME.match(url)):
+        raise WrongAddressError("it does not begin with a scheme")
+    if scheme[0] == url:
+        raise WrongAddressError("nothing follows the scheme")
+    check_hosts(url)
+    return url
 
 
 _Layer = Annotated[int, Field(strict=True, ge=1)]

@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from lwkv.config.messages import did_you_mean
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError, ErrorsTo
 from lwkv.storage.tier import HOST, Tier, TierSetup, what_it_lacks
@@ -122,8 +123,10 @@ def _without_login(text: str, url: str) -> str:
 def _entry(url: str) -> EntryPoint:
     scheme, entries = url.partition("://")[0].lower(), _entries()
     if scheme not in entries:
+        known = [f"{name}://" for name in sorted(entries)]
         raise ConfigError(
-            f"no tier for {scheme}://...; known are {', '.join(f'{name}://' for name in sorted(entries))}; "
+            f"remote_url: there is no tier for {scheme}://"
+            f"{did_you_mean(scheme, entries)}; allowed: {', '.join(known)}; "
             f"others come with packages that have an entry point {GROUP}"
         )
     return entries[scheme]

@@ -28,7 +28,7 @@ def create(oracle: Oracle, config: Config, **arguments: Any) -> CacheEngine:
     ("settings", "text"),
     [
         ({"local_disk": "/not/there", "max_local_disk_size": 1.0}, "local_disk: '/not/there' cannot be used"),
-        ({"remote_url": "s3://bucket"}, "no tier for s3://...; known are"),
+        ({"remote_url": "s3://bucket"}, "no tier for s3://; allowed: file://"),
         ({"max_local_cpu_size": 1 / 2**20}, "one chunk of one layer needs"),
         (
             {"max_local_cpu_size": (LAYERS - 1) * 4096 / 2**30},

@@ -80,7 +80,7 @@ def examine(override: str | None = None) -> Report:
 
 def _examine_settings(report: Report) -> Config | None:
     try:
-        from lwkv.cli.doctor.settings import read_configuration
+        from lwkv.cli.doctor.settings import read_configuration, settings_of_engine
         from lwkv.config.messages import clipped
 
         config, report.configuration = read_configuration()
@@ -89,10 +89,21 @@ def _examine_settings(report: Report) -> Config | None:
         return None
     report.settings = {
         "file": clipped(os.environ.get("LWKV_CONFIG_FILE", "")) or "none: LWKV_CONFIG_FILE names no file",
-        "layer by layer": "yes" if config.use_layerwise else "no: use_layerwise is off",
+        "layer by layer": _layer_by_layer(config),
         "blending": "yes" if config.enable_blending else "no",
     }
+    if names := settings_of_engine(config):
+        report.settings["read as in vLLM"] = f"only vLLM has {names}"
     return config
+
+
+def _layer_by_layer(config: Config) -> str:
+    if config.use_layerwise:
+        return "yes"
+    given = "use_layerwise" in config.model_fields_set
+    return "no: use_layerwise is off" + (
+        "" if given else " by default; in vLLM and SGLang it is on by default"
+    )
 
 
 def _pages(config: Config, features: Mapping[str, bool]) -> str:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
+from lwkv.config.addresses import WrongAddressError, split_hosts, take_apart
 from lwkv.config.messages import shown
 from lwkv.config.secrets import HIDDEN, cut
 from lwkv.config.values import read_flag
@@ -70,19 +71,16 @@ def parse_remote_url(url: str, default_port: int, options: tuple[str, ...]) -> R
     Raises:
         ConfigError: no host, a port that is none, an option that there is not or that is given twice.
     """
-    scheme, _, rest = url.partition("://")
-    rest, _, query = rest.partition("?")
-    authority, _, path = rest.partition("/")
-    if "@" in path or "@" in query:
-        # What looks like the host may be half of a password.
-        raise ConfigError("remote_url: in user and password write % and two digits for each of / ? @ :")
-    login, _, hosts = authority.rpartition("@")
     try:
-        addresses = tuple(_address(host, default_port) for host in hosts.split(","))
-    except ValueError as error:
-        raise ConfigError(f"remote_url {cut(f'{scheme}://{hosts}')}: {error}") from None
-    given = parse_qsl(query, keep_blank_values=True)
-    found = RemoteURL(scheme.lower(), addresses, path, dict(given), *_credentials(login))
+        parts = take_apart(url)
+    except WrongAddressError as error:
+        raise ConfigError(f"remote_url: {error}") from None
+    try:
+        hosts = split_hosts(parts.hosts, default_port)
+    except WrongAddressError as error:
+        raise ConfigError(f"remote_url {cut(f'{parts.scheme}://{parts.hosts}')}: {error}") from None
+    given = parse_qsl(parts.query, keep_blank_values=True)
+    found = RemoteURL(parts.scheme.lower(), hosts, parts.path, dict(given), *_credentials(parts.login))
     _check_options(found, [name for name, _ in given], options)
     return found
 
@@ -103,18 +101,6 @@ def _credentials(login: str) -> tuple[str | None, str | None]:
     user = unquote(name) if name else os.environ.get(USER)
     password = unquote(word) if colon else os.environ.get(PASSWORD)
     return user or None, password or None
-
-
-def _address(text: str, default_port: int) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname or parts.path:
-        raise ValueError(f"{shown(text)} is no host")
-    try:
-        return parts.hostname, parts.port or default_port
-    except ValueError:
-        raise ValueError(
-            "what follows the last colon is no port; allowed: a number from 1 to 65535"
-        ) from None
 
 
 def _bracketed(host: str) -> str:

@@ -102,6 +102,28 @@ def test_every_setting_is_reported_once_and_no_password(monkeypatch: pytest.Monk
     assert "s3cret" not in str(found)
 
 
+@pytest.mark.parametrize("source", ["file", "environment"])
+def test_a_setting_that_only_vllm_has_is_read_as_vllm_reads_it(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lwkv.yaml"
+    file.write_text("on_load_failure: fail\n" if source == "file" else "")
+    monkeypatch.setenv("LWKV_CONFIG_FILE", str(file))
+    if source == "environment":
+        monkeypatch.setenv("LWKV_ON_LOAD_FAILURE", "fail")
+    report = doctor.examine("cpu")
+    assert report.faults == []
+    assert report.settings["read as in vLLM"] == "only vLLM has on_load_failure"
+    assert report.configuration["on_load_failure"]["value"] == "'fail'"
+    assert report.configuration["on_load_failure"]["source"].startswith(source)
+    assert report.configuration["load_when"]["source"] == "default"
+    assert report.configuration["use_layerwise"]["value"] == "True"
+    monkeypatch.setenv("LWKV_ON_LOAD_FAILURE", "ignore")
+    (fault,) = doctor.examine("cpu").faults
+    assert "on_load_failure: got 'ignore'" in fault
+    assert "recompute or fail" in fault
+
+
 class RaisesCount(Card):
     def device_count(self) -> int:
         raise KeyError("count")
@@ -313,7 +335,9 @@ def test_a_tier_that_cannot_be_used_is_a_fault(monkeypatch: pytest.MonkeyPatch, 
 def test_no_password_of_a_tier_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LWKV_REMOTE_URL", "nosuch://me:secret@host:1/0?token=secret")
     (fault,) = doctor.examine("cpu").faults
-    assert fault.startswith("the tier nosuch://***@host:1 cannot be used: no tier for nosuch://...")
+    assert fault.startswith(
+        "the tier nosuch://***@host:1 cannot be used: remote_url: there is no tier for nosuch://;"
+    )
     assert "secret" not in fault
 
 

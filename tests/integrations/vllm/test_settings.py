@@ -26,6 +26,19 @@ def test_settings_are_lwkv_s_own_and_what_becomes_of_a_failed_load() -> None:
     assert read_settings({}).on_load_failure == "recompute"
 
 
+def test_settings_of_vllm_may_come_from_file_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lwkv.yaml").write_text("on_load_failure: fail\nload_when: always\n")
+    monkeypatch.setenv("LWKV_CONFIG_FILE", str(tmp_path / "lwkv.yaml"))
+    monkeypatch.setenv("LWKV_LOAD_WHEN", "cheaper")
+    monkeypatch.setenv("LWKV_PREFETCH_WAITING", "off")
+    settings = read_settings({})
+    assert (settings.on_load_failure, settings.load_when) == ("fail", "cheaper")
+    assert not settings.prefetch_waiting
+    assert read_settings({"on_load_failure": "recompute"}).on_load_failure == "recompute"
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [

@@ -68,10 +68,13 @@ def test_options_are_read_as_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("redis://", "'' is no host"),
-        ("redis://a,,b", "'' is no host"),
+        ("redis://", "no host is where a host should be"),
+        ("redis://a,,b", "no host is where a host should be"),
+        ("redis://a#b", "no host is where a host should be"),
+        ("redis://[::1", "an IPv6 address is written in brackets"),
+        ("redis://a:0", "no port, a number from 1 to 65535"),
         ("redis://a:b", "remote_url redis://***: what follows the last colon is no port"),
-        ("redis://a:70000", "allowed: a number from 1 to 65535"),
+        ("redis://a:70000", "no port, a number from 1 to 65535"),
         ("redis://a?color=red", "there is no option 'color'; allowed: cluster, timeout_s, segment_gib"),
         ("redis://a?cluster=1&cluster=1", "option 'cluster' is given twice"),
         ("redis://a?cluster=", "cluster is ''; allowed: true or false"),
