@@ -20,7 +20,7 @@ from typing import Any
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, RankReport, StepReports
-from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.side import Role, SchedulerSide
 
 CHUNK = 256

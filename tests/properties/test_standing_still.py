@@ -18,8 +18,8 @@ from storage.standing_still import StandingStill
 
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import ErrorsTo
-from lwkv.integrations.vllm.scheduler import tier_lookup
-from lwkv.integrations.vllm.scheduler.tier_lookup import open_lower_tiers
+from lwkv.integrations.vllm.scheduler.lookup import tier_lookup
+from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import open_lower_tiers
 from lwkv.platforms import Platform
 from lwkv.steps import LayerSteps
 from lwkv.storage.disk.lock import LOCK_NAME

@@ -19,10 +19,10 @@ from lwkv.integrations.vllm.logs import log_as_vllm
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler.events import as_event
-from lwkv.integrations.vllm.scheduler.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.scheduler.side import Role, SchedulerSide
-from lwkv.integrations.vllm.scheduler.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.settings import (
     MEANING,
     Settings,

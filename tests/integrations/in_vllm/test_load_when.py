@@ -16,6 +16,6 @@ def test_answers_are_right_whatever_is_chosen_and_what_was_measured_is_shown(
     with started(llama, enable_prefix_caching=False, **arguments) as engine:
         for _ in range(3):
             assert_same(engine.ask(prompts), plain.ask(prompts))
-        assert engine.scheduler._costs.gauges()["prefill_tokens_per_s", 0] > 0
+        assert engine.scheduler.costs.gauges()["prefill_tokens_per_s", 0] > 0
         assert engine.metric("vllm:lwkv_prefill_tokens_per_s") > 0
         engine.at_rest()

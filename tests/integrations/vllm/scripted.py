@@ -21,9 +21,9 @@ from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
-from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import LowerTier, LowerTiers
 from lwkv.integrations.vllm.scheduler.side import Role, SchedulerSide
-from lwkv.integrations.vllm.scheduler.tier_lookup import LowerTier, LowerTiers
 from lwkv.integrations.vllm.worker.side import WorkerSide
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms.cpu import CPU

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from integrations.vllm.scheduler.test_index import Shelf
+from integrations.vllm.scheduler.lookup.test_index import Shelf
 
 from lwkv import keys as key_module
 from lwkv.benchmarks.vllm_scheduler import CHUNK, Decoding
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.transfer import Chunking
 
@@ -49,13 +49,14 @@ class Reads(list[int]):
 def looked_at(decoding: Decoding) -> list[str]:
     """The requests that the scheduler's half looks at from now on."""
     seen: list[str] = []
-    part = decoding.scheduler._part
+    requests = decoding.scheduler._requests
+    part = requests._part
 
-    def notes(output: Any, request_id: str, *rest: Any) -> Iterator[Any]:
+    def notes(output: Any, request_id: str, *rest: Any) -> Iterable[Any]:
         seen.append(request_id)
         return part(output, request_id, *rest)
 
-    decoding.scheduler._part = notes  # type: ignore[method-assign]
+    requests._part = notes  # type: ignore[method-assign]
     return seen
 
 

@@ -12,7 +12,7 @@ from integrations.vllm.test_scripted import History
 from storage.faulty_tier import Fault, FaultyTier, hanging
 
 from lwkv.integrations.vllm.reports import RankReport
-from lwkv.integrations.vllm.scheduler import tier_lookup
+from lwkv.integrations.vllm.scheduler.lookup import tier_lookup
 
 PROMPTS = [[prompt * 100 + token for token in range(3 * CHUNK + 1)] for prompt in range(4)]
 BUSY = [900, 901, 902]
@@ -168,7 +168,7 @@ def test_no_more_than_half_of_host_memory_is_fetched_at_a_time_and_all_get_their
     most = 0
     while engine.waiting:
         engine.step()
-        waiting = engine.scheduler._waiting
+        waiting = engine.scheduler.waiting
         most = max(most, waiting._num_held())
     assert 3 <= most <= 4
     engine.run()
@@ -199,7 +199,7 @@ def test_news_that_come_during_a_look_up_are_looked_up_on_the_side_too() -> None
     tier.faults["contains", 1] = hanging()
     assert fault.gate is not None
     fault.gate.set()
-    assert engine.scheduler._look_ups.wait_idle(20.0)
+    assert engine.scheduler.hits.wait_idle(20.0)
     before = decodes.num_tokens
     for _ in range(3):
         engine.step()

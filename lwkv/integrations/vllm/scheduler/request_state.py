@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, packed
-from lwkv.integrations.vllm.scheduler.costs import Choice
-from lwkv.integrations.vllm.scheduler.index import ChunkIndex, RankKeys, leading
+from lwkv.integrations.vllm.scheduler.lookup.costs import Choice
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex, RankKeys, leading
 from lwkv.integrations.vllm.scheduler.prompt import salts_of, token_ids
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage.tier import HOST

@@ -110,7 +110,7 @@ def test_what_a_request_computed_that_ended_before_its_load_was_known_to_fail_co
     engine.abort(ended)
     engine.add(ScriptedRequest("elsewhere", [1, 2, 3], 1))
     engine.step()
-    stale = engine.scheduler._stale
+    stale = engine.scheduler._requests._stale
     assert all(stale.concern(stale.additions, [block]) for block in blocks)
     engine.run()
     engine.close()
@@ -136,8 +136,9 @@ def test_a_stale_block_that_stays_has_running_requests_looked_at_once() -> None:
     while not engine.running or engine.running[0].num_tokens == len(ONE):
         engine.step()
     looked_at = []
-    blocks = scheduler._blocks
-    scheduler._blocks = lambda *a: looked_at.append(a) or blocks(*a)  # type: ignore[func-returns-value,method-assign]
+    requests = scheduler._requests
+    blocks = requests._blocks
+    requests._blocks = lambda *a: looked_at.append(a) or blocks(*a)  # type: ignore[func-returns-value,method-assign]
     scheduler.learn_failed_blocks({79})
     engine.run()
     assert len(looked_at) == 1

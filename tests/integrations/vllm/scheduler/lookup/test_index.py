@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.scheduler.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.request_state import ASK_AGAIN_S, RequestState
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.transfer import Chunking

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from storage.rig import Clock
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.scheduler.costs import LEAST_TOKENS, MEASURE_AGAIN_S, Costs, tokens_and_position
+from lwkv.integrations.vllm.scheduler.lookup.costs import (
+    LEAST_TOKENS,
+    MEASURE_AGAIN_S,
+    Costs,
+    tokens_and_position,
+)
 from lwkv.storage.tier import HOST
 
 CHUNK = 256

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from storage.rig import Clock
 
-from lwkv.integrations.vllm.scheduler.speeds import PrefillSpeed, Speed
+from lwkv.integrations.vllm.scheduler.lookup.speeds import PrefillSpeed, Speed
 
 
 def test_a_speed_follows_its_last_measurements_and_large_ones_count_for_more() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lwkv.integrations.vllm.orders import Fetch, packed
 from lwkv.integrations.vllm.reports import RankReport
-from lwkv.integrations.vllm.scheduler.index import RankKeys
+from lwkv.integrations.vllm.scheduler.lookup.index import RankKeys
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 

@@ -8,16 +8,16 @@ import pytest
 from integrations.vllm.scripted import CHUNK, ScriptedRequest
 from integrations.vllm.test_slow_tiers import PROMPTS, busy, check, filled
 
-from lwkv.integrations.vllm.scheduler.costs import MEASURE_AGAIN_S
+from lwkv.integrations.vllm.scheduler.lookup.costs import MEASURE_AGAIN_S
 
 
 def test_what_is_slower_than_computing_is_computed_once_and_then_in_host_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG, "lwkv.integrations.vllm.scheduler.side")
+    caplog.set_level(logging.DEBUG, "lwkv.integrations.vllm.scheduler.lookup.step_costs")
     tier = filled()
     engine, decodes = busy(tier)
-    costs = engine.scheduler._costs
+    costs = engine.scheduler.costs
     assert costs is not None
     costs._prefill.add(0.0, 1000, 0.001)
     costs._tiers["faulty", 0].add(1, 1.0)
@@ -39,7 +39,7 @@ def test_what_is_slower_than_computing_is_computed_once_and_then_in_host_memory(
 def test_a_tier_that_was_too_slow_is_measured_again_and_no_request_waits_for_that() -> None:
     tier = filled()
     engine, decodes = busy(tier)
-    costs = engine.scheduler._costs
+    costs = engine.scheduler.costs
     assert costs is not None
     costs._prefill.add(0.0, 1000, 0.1)
     costs._tiers["faulty", 0].add(1, 1.0)
@@ -47,7 +47,7 @@ def test_a_tier_that_was_too_slow_is_measured_again_and_no_request_waits_for_tha
     first = ScriptedRequest("first", PROMPTS[0], 2)
     engine.add(first)
     engine.run()
-    while engine.scheduler._waiting._loads:
+    while engine.scheduler.waiting._loads:
         engine.step()
     assert len({key.chunk for keys in tier.calls_of("get") for key in keys}) == 1
     assert costs._tiers["faulty", 0].seconds_each < 1.0
@@ -56,7 +56,7 @@ def test_a_tier_that_was_too_slow_is_measured_again_and_no_request_waits_for_tha
 
 def test_it_can_be_turned_off() -> None:
     engine, decodes = busy(filled(), weighs=False)
-    assert engine.scheduler._costs is None
+    assert engine.scheduler.costs is None
     loads = ScriptedRequest("loads", PROMPTS[0], 2)
     engine.add(loads)
     engine.run()
@@ -65,7 +65,7 @@ def test_it_can_be_turned_off() -> None:
 
 
 def test_steps_and_tiers_are_measured_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lwkv.integrations.vllm.scheduler.costs.LEAST_TOKENS", 16)
+    monkeypatch.setattr("lwkv.integrations.vllm.scheduler.lookup.costs.LEAST_TOKENS", 16)
     engine, decodes = busy(filled())
     requests = [ScriptedRequest(f"new {number}", list(range(500, 540)), 1) for number in range(2)]
     requests += [ScriptedRequest("waits", PROMPTS[0], 2)]

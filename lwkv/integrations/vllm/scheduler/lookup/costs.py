@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lwkv.integrations.vllm.reports import RankReport
-from lwkv.integrations.vllm.scheduler.speeds import Floats, PrefillSpeed, Speed
+from lwkv.integrations.vllm.scheduler.lookup.speeds import Floats, PrefillSpeed, Speed
 from lwkv.storage.tier import HOST
 
 LEAST_TOKENS = 256

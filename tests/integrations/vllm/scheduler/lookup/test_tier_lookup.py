@@ -11,8 +11,8 @@ from storage.rig import Clock, key, keys
 
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.reports import RankInfo
-from lwkv.integrations.vllm.scheduler import tier_lookup
-from lwkv.integrations.vllm.scheduler.tier_lookup import LowerTier, LowerTiers, open_lower_tiers
+from lwkv.integrations.vllm.scheduler.lookup import tier_lookup
+from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import LowerTier, LowerTiers, open_lower_tiers
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage import TierSetup
 from lwkv.storage.registry import open_tiers

@@ -4,7 +4,7 @@ import pytest
 from storage.rig import Clock, keys
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.scheduler.waiting_loads import WaitingLoads
+from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
 from lwkv.telemetry.counters import Counters
 
 TIMEOUT_S = 10.0

@@ -1,0 +1,117 @@
+"""How much of a waiting request's prompt is to be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+from lwkv.background.workers import Workers
+from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
+from lwkv.integrations.vllm.scheduler.prompt import wants_hits
+from lwkv.integrations.vllm.scheduler.request_state import RequestState
+from lwkv.storage.tier import HOST
+
+FAST_S = 0.002
+"""Seconds that a look-up into lower tiers may hold a step up; a request whose takes longer waits for it."""
+
+
+class Hits:
+    """Looks chunks up, has lower tiers bring them, and weighs loading against computing.
+
+    What is in a lower tier is brought to host memory while its request waits, so that no step waits for a
+    tier because of another one's load. A request that is alone loads from there while its step computes.
+
+    Args:
+        block_size: tokens of a block of vLLM's block tables.
+        loads: whether this vLLM loads anything.
+        prefetches: whether requests wait for chunks in lower tiers; if not, steps do.
+        waiting: the loads that requests wait for.
+        costs: chooses what is worth loading; None to load all that is found.
+        is_alone: whether there is only one request that has not ended.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        block_size: int,
+        loads: bool,
+        prefetches: bool,
+        waiting: WaitingLoads,
+        costs: Costs | None,
+        is_alone: Callable[[], bool],
+    ) -> None:
+        self._index = index
+        self._block_size = block_size
+        self._loads = loads
+        self._prefetches = prefetches
+        self._waiting = waiting
+        self._costs = costs
+        self._is_alone = is_alone
+        self._look_ups = Workers("scheduler-look-up", 1)
+        self._last_look_up: Future[list[str | None]] | None = None
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a request has to wait on for what lower tiers bring."""
+        return self._waiting.waits(request_id, self._most_prefetched())
+
+    def of(self, tracked: RequestState, num_local: int) -> int | None:
+        """Tokens beyond the first `num_local` to load; None while the request is to wait."""
+        if self._prefetches and not tracked.look_up_aside(self._index, self._look_up):
+            return None
+        # Looked up where nothing is loaded, too: what some tier has need not be stored again.
+        hit = tracked.hit(self._index, self._block_size, num_local)
+        if not self._loads or not wants_hits(tracked.request):
+            return 0
+        if hit and self._costs is not None:
+            hit = self._worth_loading(tracked, hit, self._costs)
+        return self._wait_or_load(tracked, hit) if hit and self._prefetches else hit
+
+    def close(self) -> None:
+        """End the thread that looks up."""
+        self._look_ups.leave()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no look-up is under way; False if that takes over `timeout_s`."""
+        return self._look_ups.wait_idle(timeout_s)
+
+    def _look_up(self, look_up: Callable[[], list[str | None]]) -> Future[list[str | None]]:
+        """Look into lower tiers on another thread; a fast one that is idle has answered on return."""
+        is_idle = self._last_look_up is None or self._last_look_up.done()
+        self._last_look_up = self._look_ups.submit(look_up)
+        if is_idle:
+            wait([self._last_look_up], FAST_S)
+        return self._last_look_up
+
+    def _worth_loading(self, tracked: RequestState, hit: int, costs: Costs) -> int:
+        """Of `hit` tokens those that come sooner than they are computed."""
+        chunks, num_tokens = tracked.chunks_of(hit), int(tracked.request.num_tokens)
+        waits = self._prefetches and not self._is_alone()
+        tiers, queued = tracked.tiers_of(chunks), self._waiting.num_coming
+        choice = costs.choose(tiers, tracked.num_local, num_tokens, queued, waits)
+        tracked.choice = None
+        if choice.num_chunks == len(chunks):
+            return hit
+        tracked.choice, end = choice, chunks.start + choice.num_chunks
+        if choice.measures and self._prefetches and tiers[choice.num_chunks] != HOST:
+            self._waiting.measure(tracked.keys(self._index, num_tokens), end, self._most_prefetched())
+        return tracked.usable(end, self._block_size)
+
+    def _wait_or_load(self, tracked: RequestState, hit: int) -> int | None:
+        """Of `hit` tokens those to load now; None while the request waits for some of them."""
+        request_id, chunks = tracked.request.request_id, tracked.chunks_of(hit)
+        if tracked.are_in_host(chunks):
+            return hit
+        if request_id not in self._waiting:
+            if self._is_alone() or not self._most_prefetched():
+                return hit
+            keys = tracked.keys(self._index, int(tracked.request.num_tokens))
+            self._waiting.begin(request_id, keys, chunks.start, chunks.stop, self._most_prefetched())
+            if self.waits(request_id):
+                return None
+        return min(hit, tracked.hit_in_host(self._block_size))
+
+    def _most_prefetched(self) -> int:
+        """Chunks that may be on their way, or pinned for waiting requests, at a time."""
+        return self._index.most_chunks // 2
