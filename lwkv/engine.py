@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
@@ -100,30 +100,10 @@ class CacheEngine:
         counters = Counters()
         # Where the host is the device nothing is page-locked, and slabs cost nothing.
         self._locks_ahead = connector.platform.device_type != "cpu"
-        self._pool = HostPool(
-            connector.platform,
-            connector.page_bytes,
-            config.max_host_bytes,
-            config.slab_bytes,
-            counters,
-            on_demand=not self._locks_ahead,
-        )
-        self._pool.require_chunk(self.num_layers)
-        self._pool.reserve(config.reserve_bytes)
+        self._pool = self._make_pool(counters)
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
         use_device = partial(connector.platform.set_device, connector.device)
-        setup = TierSetup(config, self.num_layers, connector.page_bytes, connector.page_format, counters)
-        self._storage = StorageManager(
-            self._pool,
-            self.num_layers,
-            [*tiers, *open_tiers(setup, tiers)],
-            config.load_timeout_s,
-            counters,
-            use_device=use_device,
-            keep_in_host=config.local_cpu,
-            write_back=config.write_policy == "write_back",
-            check=PageCheck(connector.codec, connector.layers, self._pool).whole,
-        )
+        self._storage = self._make_storage(tiers, counters, use_device)
         self.tier_names = self._storage.tier_names
         self._closed = self._ended = False
         with ExitStack() as undo:
@@ -345,6 +325,37 @@ class CacheEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _make_pool(self, counters: Counters) -> HostPool:
+        config, connector = self.config, self.connector
+        pool = HostPool(
+            connector.platform,
+            connector.page_bytes,
+            config.max_host_bytes,
+            config.slab_bytes,
+            counters,
+            on_demand=not self._locks_ahead,
+        )
+        pool.require_chunk(self.num_layers)
+        pool.reserve(config.reserve_bytes)
+        return pool
+
+    def _make_storage(
+        self, tiers: Sequence[Tier], counters: Counters, use_device: Callable[[], None]
+    ) -> StorageManager:
+        config, connector = self.config, self.connector
+        setup = TierSetup(config, self.num_layers, connector.page_bytes, connector.page_format, counters)
+        return StorageManager(
+            self._pool,
+            self.num_layers,
+            [*tiers, *open_tiers(setup, tiers)],
+            config.load_timeout_s,
+            counters,
+            use_device=use_device,
+            keep_in_host=config.local_cpu,
+            write_back=config.write_policy == "write_back",
+            check=PageCheck(connector.codec, connector.layers, self._pool).whole,
+        )
 
     def _gauges(self) -> dict[str, int]:
         return self._storage.gauges() | self._pool.totals()

@@ -14,7 +14,7 @@ from lwkv.errors import LwkvError
 from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.worker.meter import WorkerMeter
-from lwkv.integrations.vllm.worker.presence import Presence
+from lwkv.integrations.vllm.worker.reporter import Reporter
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.steps import LayerSteps
@@ -68,8 +68,8 @@ class WorkerSide:
         self._draft_layers = draft_layers
         self._last_layer = [layer.name for layer in connector.layers if layer.name not in draft_layers][-1]
         self._is_waited_for = False
-        self._presence = Presence(engine.parts().storage)
         self._prefetches = Prefetches(engine.parts().storage, engine.num_layers)
+        self._reporter = Reporter(engine, self.info, self._prefetches)
         self._load_steps = LayerSteps(engine)
         self._store_steps = LayerSteps(engine)
         self._throttle = LogThrottle(log)
@@ -77,11 +77,6 @@ class WorkerSide:
         self._loads: list[Request] = []
         self._failed_step = 0
         self._invalid: set[int] = set()
-        self._failed: list[ChunkKey] = []
-        self._accepted: list[ChunkKey] = []
-        self._outcome: tuple[int, bool] | None = None
-        self._unread: dict[str, float] = {}
-        self._read: dict[str, tuple[int, float]] = {}
         self._fails = fails
         self._counters = Counters()
         self._meter = WorkerMeter(engine, rank, self._counters, clock)
@@ -162,14 +157,14 @@ class WorkerSide:
         self._ended = True
         self._requests_ended.update(self._orders.ended)
         if self._orders.is_timed:
-            self._outcome = self._orders.step, True
+            self._reporter.step_ended(self._orders.step, True)
         if self._orders.moves_anything:
             stored = self._end_stores()
-            self._outcome = self._orders.step, stored
+            self._reporter.step_ended(self._orders.step, stored)
             if stored:
                 size = self.engine.config.chunk_size
                 for move in self._orders.stores:
-                    self._accepted += self._keys(move)[move.first // size :]
+                    self._reporter.accepted(self._keys(move)[move.first // size :])
 
     def requests_ended(self) -> set[str]:
         """Requests that have ended whose blocks others may write to from now on; each is given out once."""
@@ -178,17 +173,7 @@ class WorkerSide:
 
     def report(self) -> RankReport | None:
         """Changes not yet reported; None for none."""
-        fetched = self._prefetches.ended()  # before what is kept: all that these have brought is in that
-        kept, dropped = self._presence.changes(self._accepted)
-        failed = [key.hash for key in self._failed]
-        self._accepted, self._failed = [], []
-        outcome, self._outcome = self._outcome, None
-        unread = self._new_unread_tiers()
-        read = self._new_reads()
-        if outcome is None and unread is None and not (kept or dropped or failed or fetched or read):
-            return None
-        step, stored = outcome or (0, True)
-        return RankReport(self.info, step, stored, kept, dropped, failed, unread, fetched, read)
+        return self._reporter.report()
 
     def new_counts(self) -> dict[str, int]:
         """What was counted since the last call, and gauges, as WorkerMeter has them."""
@@ -205,21 +190,6 @@ class WorkerSide:
         for fetch in orders.fetches:
             namespace, hashes = fetch.keys[self.info.rank]
             self._prefetches.begin(fetch.number, unpacked(namespace, hashes), fetch.first, fetch.pins)
-
-    def _new_unread_tiers(self) -> dict[str, float] | None:
-        """The tiers that loads skip, and for how many seconds; None where nothing has changed."""
-        unread = self.engine.parts().storage.unread_tiers()
-        before, self._unread = self._unread, unread
-        if unread == before:
-            return None
-        now = self.engine.parts().clock()
-        return {name: until - now for name, until in unread.items()}
-
-    def _new_reads(self) -> dict[str, tuple[int, float]]:
-        """Bytes that were read from each lower tier since the last call, and in how many seconds."""
-        before, self._read = self._read, self.engine.parts().storage.read_times()
-        reads = {name: (total, *before.get(name, (0, 0.0))) for name, total in self._read.items()}
-        return {name: (now[0] - size, now[1] - s) for name, (now, size, s) in reads.items() if now[0] > size}
 
     def _load_request(self, move: Move) -> Request:
         """Chunks wholly in front of the first token that is loaded are not asked for, nor held."""
@@ -243,7 +213,7 @@ class WorkerSide:
             self.engine.parts().completions.wait_idle(self.engine.config.load_timeout_s)
 
     def _loads_are_on_their_way(self) -> bool:
-        coming = self._presence.on_its_way
+        coming = self._reporter.presence.on_its_way
         return bool(coming) and any(not coming.isdisjoint(self._keys(move)) for move in self._orders.loads)
 
     def _end_loads(self) -> None:
@@ -266,7 +236,7 @@ class WorkerSide:
         self._invalid.update(move.blocks[missing // self._block_size].tolist())
         chunks = np.unique(missing // self.engine.config.chunk_size).tolist()
         keys = self._keys(move)
-        self._failed += [keys[chunk] for chunk in chunks]
+        self._reporter.failed([keys[chunk] for chunk in chunks])
         if self._fails:
             self._counters.add("requests_failed")
             self._throttle.warn(
