@@ -1,7 +1,8 @@
 """One vLLM engine under a steady load, in a process of its own; the parent is `vllm_serving`.
 
-Its argument is a JSON object of vLLM's engine arguments. Each line on stdin is a Load, each line on stdout
-what it took; the first line says that the engine is ready. What vLLM and lwkv print goes to stderr.
+Its argument is a JSON object of vLLM's engine arguments. Each line on stdin is a Load or Conversations, each
+line on stdout what it took; the first line says that the engine is ready. What vLLM and lwkv print goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lwkv.benchmarks.conversations import Conversations, Conversed, Conversing
 from lwkv.benchmarks.vllm_child import Prompt
 
 DECODED_PROMPT, DECODED_TOKENS = 128, 1 << 20
@@ -74,7 +76,7 @@ class Server:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
-        self._vocabulary = self._engine.model_config.get_vocab_size()
+        self.vocabulary = self._engine.model_config.get_vocab_size()
         self._seen: dict[str, int] = {}
         self._last: dict[str, float] = {}
         self._number = 0
@@ -97,6 +99,22 @@ class Server:
             self._engine.step()
         return served
 
+    def ask(self, tokens: list[int], max_tokens: int, what: str) -> str:
+        """Add a request, and return its name."""
+        from vllm import SamplingParams
+
+        self._number += 1
+        name = f"{what}-{self._number}"
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self._engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
+        return name
+
+    def step(self) -> list[tuple[Any, float]]:
+        """Step the engine: its outputs, and when they came."""
+        outputs = self._engine.step()
+        now = time.perf_counter()
+        return [(output, now) for output in outputs]
+
     def _run(self, load: Load, begin: float, served: Served) -> None:
         coming = deque((document, begin + i * load.every_s) for i, document in enumerate(load.documents()))
         asked: dict[str, float] = {}
@@ -104,7 +122,7 @@ class Server:
             while coming and coming[0][1] <= time.perf_counter():
                 document, due = coming.popleft()
                 asked[self._add(load.prompt(document), 1, "prompt")] = due
-            for output, now in self._step():
+            for output, now in self.step():
                 if output.request_id in asked:
                     served.note_first(output, 1e3 * (now - asked.pop(output.request_id)))
                 else:
@@ -118,31 +136,20 @@ class Server:
             served.gaps_ms.append(1e3 * (now - self._last[name]))
             self._last[name] = now
 
-    def _step(self) -> list[tuple[Any, float]]:
-        outputs = self._engine.step()
-        now = time.perf_counter()
-        return [(output, now) for output in outputs]
-
     def _settle(self, decoders: int) -> None:
         """Step until every decoding request has some tokens."""
         while sum(count >= 8 for count in self._seen.values()) < decoders:
-            for output, now in self._step():
+            for output, now in self.step():
                 self._seen[output.request_id] = len(output.outputs[0].token_ids)
                 self._last[output.request_id] = now
 
     def _add(self, prompt: Prompt, max_tokens: int, what: str) -> str:
-        from vllm import SamplingParams
-
-        self._number += 1
-        name = f"{what}-{self._number}"
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        self._engine.add_request(name, {"prompt_token_ids": prompt.tokens(self._vocabulary)}, parameters)
-        return name
+        return self.ask(prompt.tokens(self.vocabulary), max_tokens, what)
 
     def _compute(self, prompt: Prompt) -> float:
         begin = time.perf_counter()
         name = self._add(prompt, 1, "cold")
-        while all(output.request_id != name for output, _ in self._step()):
+        while all(output.request_id != name for output, _ in self.step()):
             pass
         return 1e3 * (time.perf_counter() - begin)
 
@@ -164,10 +171,14 @@ def main() -> None:
     server = Server(LLM(**json.loads(sys.argv[1])))
     _send(answers, Served())
     for line in sys.stdin:
-        _send(answers, server.serve(Load(**json.loads(line))))
+        asked = json.loads(line)
+        if "conversations" in asked:
+            _send(answers, Conversing(server, Conversations(**asked)).run())
+        else:
+            _send(answers, server.serve(Load(**asked)))
 
 
-def _send(answers: Any, served: Served) -> None:
+def _send(answers: Any, served: Served | Conversed) -> None:
     answers.write(json.dumps(asdict(served)) + "\n")
     answers.flush()
 

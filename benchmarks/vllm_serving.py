@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,14 +19,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
+from lwkv.benchmarks.conversations import Conversations, Conversed
 from lwkv.benchmarks.shapes import SHAPES, Shape
+from lwkv.benchmarks.throttled_remote import installed_in
 from lwkv.benchmarks.vllm_load import Load, Served
 from lwkv.benchmarks.vllm_ttft import versions, write_model
 
-MODES = ("plain", "lwkv", "lwkv-bulk", "native", "lwkv-disk")
-"""Without a cache, lwkv by default and in bulk, vLLM's own offloading, and lwkv with nearly all on disk."""
+MODES = ("plain", "lwkv", "lwkv-bulk", "native", "lwkv-disk", "lwkv-1000", "lwkv-100", "lmcache")
+"""Without a cache, lwkv by default and in bulk, vLLM's own offloading, lwkv with nearly all on disk or in a
+store of 1000 or 100 MB/s, and LMCache, which must be installed."""
+DEFAULT_MODES = MODES[:5]
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,14 @@ class Plan:
     def tokens_cached(self) -> int:
         return len(self.loads()[-1].documents()) * (self.prefix + self.suffix)
 
+    @property
+    def tokens_in_gpu(self) -> int:
+        return 16 * 4096 + 3 * (self.prefix + self.suffix)
+
+    @property
+    def longest(self) -> int:
+        return self.prefix + self.suffix
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -59,9 +72,9 @@ class Finding:
 
     def row(self) -> list[str]:
         *alone, beside = self.served
-        rates = [f"{_percentile(served.gaps_ms, 0.5):.2f}" for served in alone]
-        gaps = [f"{_percentile(beside.gaps_ms, share):.1f}" for share in (0.5, 0.99, 1.0)]
-        first = [f"{_percentile(beside.ttft_ms, share):.1f}" for share in (0.5, 0.99)]
+        rates = [f"{percentile(served.gaps_ms, 0.5):.2f}" for served in alone]
+        gaps = [f"{percentile(beside.gaps_ms, share):.1f}" for share in (0.5, 0.99, 1.0)]
+        first = [f"{percentile(beside.ttft_ms, share):.1f}" for share in (0.5, 0.99)]
         speed = beside.decoded / beside.seconds if beside.seconds else 0.0
         cold = median(beside.cold_ms) if beside.cold_ms else float("nan")
         early = beside.cold_ms[0] if beside.cold_ms else float("nan")
@@ -76,19 +89,34 @@ class Finding:
         ]
 
 
-def engine_arguments(mode: str, model: Path, shape: Shape, plan: Plan, folder: Path) -> dict[str, Any]:
+class Sized(Protocol):
+    """What an engine is to be made for."""
+
+    @property
+    def eager(self) -> bool: ...
+
+    @property
+    def tokens_cached(self) -> int: ...
+
+    @property
+    def tokens_in_gpu(self) -> int: ...
+
+    @property
+    def longest(self) -> int: ...
+
+
+def engine_arguments(mode: str, model: Path, shape: Shape, plan: Sized, folder: Path) -> dict[str, Any]:
     """vLLM's arguments for one of MODES."""
     host_gib = shape.kv_bytes(plan.tokens_cached) / 2**30 * 1.05 + 1
-    in_gpu = 16 * 4096 + 3 * (plan.prefix + plan.suffix)
     arguments: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": str(shape.dtype).removeprefix("torch."),
-        "max_model_len": plan.prefix + plan.suffix + 64,
+        "max_model_len": plan.longest + 64,
         "max_num_batched_tokens": 16384,
         "max_num_seqs": 64,
-        "kv_cache_memory_bytes": shape.kv_bytes(in_gpu),
+        "kv_cache_memory_bytes": shape.kv_bytes(plan.tokens_in_gpu),
         "gpu_memory_utilization": 0.5,
         "enable_prefix_caching": True,
         "enforce_eager": plan.eager,
@@ -97,46 +125,60 @@ def engine_arguments(mode: str, model: Path, shape: Shape, plan: Plan, folder: P
     }
     if mode == "native":
         arguments["kv_offloading_size"] = host_gib
-    if mode.startswith("lwkv"):
-        settings: dict[str, Any] = {"chunk_size": shape.chunk_size, "max_local_cpu_size": host_gib}
-        if mode == "lwkv-bulk":
-            settings["use_layerwise"] = False
-        if mode == "lwkv-disk":
-            settings |= {
-                "max_local_cpu_size": 2.5,
-                "local_disk": str(folder),
-                "max_local_disk_size": host_gib,
-            }
+    elif mode == "lmcache":
+        settings = {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": host_gib}
+        arguments["kv_transfer_config"] = _connector("LMCacheConnectorV1", settings)
+    elif mode != "plain":
+        settings = {"chunk_size": shape.chunk_size, **_lwkv_settings(mode, host_gib, folder)}
+        transfer = _connector("LWKVConnector", settings)
         arguments["kv_transfer_config"] = {
-            "kv_connector": "LWKVConnector",
+            **transfer,
             "kv_connector_module_path": "lwkv.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": settings,
         }
     return arguments
+
+
+def _connector(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": settings}
+
+
+def _lwkv_settings(mode: str, host_gib: float, folder: Path) -> dict[str, Any]:
+    below = {"max_local_cpu_size": min(2.5, host_gib)}
+    settings: dict[str, dict[str, Any]] = {
+        "lwkv": {"max_local_cpu_size": host_gib},
+        "lwkv-bulk": {"max_local_cpu_size": host_gib, "use_layerwise": False},
+        "lwkv-disk": {**below, "local_disk": str(folder), "max_local_disk_size": host_gib},
+        "lwkv-1000": {**below, "remote_url": "throttled://1000"},
+        "lwkv-100": {**below, "remote_url": "throttled://100"},
+    }
+    return settings[mode]
 
 
 class Engine:
     """A vLLM in a process of its own, and how long it took to start."""
 
-    def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, mode: str, arguments: dict[str, Any], packages: Path) -> None:
         begin = time.perf_counter()
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(packages)]))
         self._mode = mode
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lwkv.benchmarks.vllm_load", json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | {"PYTHONPATH": path},
         )
         self._receive()
         self.start_s = time.perf_counter() - begin
 
     def serve(self, load: Load) -> Served:
         """Raises RuntimeError where the engine has died."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(load)) + "\n")
-        self._process.stdin.flush()
-        return self._receive()
+        return Served(**self._send(load))
+
+    def converse(self, conversations: Conversations) -> Conversed:
+        """Raises RuntimeError where the engine has died."""
+        found = self._send(conversations)
+        return Conversed(**found | {"turns": [tuple(turn) for turn in found["turns"]]})
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -146,23 +188,30 @@ class Engine:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _receive(self) -> Served:
+    def _send(self, load: Load | Conversations) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(load)) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the engine {self._mode!r} has ended; what it said is above")
-        return Served(**json.loads(line))
+        return dict(json.loads(line))
 
 
 @contextmanager
-def started(mode: str, shape: Shape, plan: Plan) -> Iterator[Engine]:
+def started(mode: str, shape: Shape, plan: Sized) -> Iterator[Engine]:
     """An engine that ends with the block, and its folders with it."""
     with tempfile.TemporaryDirectory() as folder:
         model, disk = Path(folder, "model"), Path(folder, "disk")
         model.mkdir()
         disk.mkdir()
-        write_model(model, shape, plan.prefix + plan.suffix)
-        engine = Engine(mode, engine_arguments(mode, model, shape, plan, disk))
+        installed_in(Path(folder))
+        write_model(model, shape, plan.longest)
+        engine = Engine(mode, engine_arguments(mode, model, shape, plan, disk), Path(folder))
         try:
             yield engine
         finally:
@@ -211,7 +260,8 @@ def table(findings: Sequence[Finding], plan: Plan) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _percentile(values: Sequence[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of `values` is."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
@@ -219,7 +269,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.vllm_serving", description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
-    parser.add_argument("--engines", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
+    parser.add_argument("--engines", default=",".join(DEFAULT_MODES), help=f"some of {', '.join(MODES)}")
     parser.add_argument("--prefix", type=int, default=8192, help="cached tokens of a prompt that arrives")
     parser.add_argument("--suffix", type=int, default=64, help="new tokens of a prompt that arrives")
     parser.add_argument("--every", type=float, default=0.25, metavar="S", help="seconds between two prompts")

@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
+from lwkv.benchmarks.conversations import Conversations, Conversed, Conversing
 from lwkv.benchmarks.shapes import TINY
+from lwkv.benchmarks.throttled_remote import installed_in
+from lwkv.benchmarks.vllm_conversations import Finding as ConversationFinding
+from lwkv.benchmarks.vllm_conversations import faults as conversation_faults
+from lwkv.benchmarks.vllm_conversations import table as conversation_table
 from lwkv.benchmarks.vllm_load import Load, Served, Server
 from lwkv.benchmarks.vllm_serving import Finding, Plan, engine_arguments, faults, table
+from lwkv.config.settings import Config
+from lwkv.errors import ConfigError
+from lwkv.storage import TierSetup
+from lwkv.storage.registry import examine_tier, open_tiers
+from lwkv.telemetry.counters import Counters
 
 PLAN = Plan((1, 2), seconds=0.4, every_s=0.1, prefix=64, suffix=8)
 
@@ -87,6 +97,49 @@ def test_the_engines_get_what_they_are_named_after() -> None:
     assert settings("lwkv-bulk")["use_layerwise"] is False
     assert settings("lwkv-disk")["local_disk"] == "disk"
     assert settings("lwkv")["max_local_cpu_size"] > 1
+    assert settings("lwkv-100")["remote_url"] == "throttled://100"
+    assert settings("lmcache")["kv_transfer_config"]["kv_connector"] == "LMCacheConnectorV1"
+
+
+def test_conversations_take_turns_that_grow_and_none_answers_two_at_once(engine: Stepped) -> None:
+    plan = Conversations(conversations=3, turns=2, first=20, more=8, answer=2, at_once=2)
+    server = Server(SimpleNamespace(llm_engine=engine))
+    asked = []
+    add = engine.add_request
+
+    def noted(name: str, prompt: dict[str, list[int]], parameters: Any) -> None:
+        asked.append((len(prompt["prompt_token_ids"]), len(engine.requests)))
+        add(name, prompt, parameters)
+
+    engine.add_request = noted  # type: ignore[method-assign]
+    found = Conversing(server, plan).run()
+    assert sorted(found.turns) == [(talk, turn) for talk in range(3) for turn in range(2)]
+    assert sorted(found.prompts) == [20] * 3 + [28] * 3
+    assert sorted(length for length, _ in asked) == [20] * 3 + [28] * 3
+    assert max(running for _, running in asked) < 2
+    assert plan.tokens(1, 1, 500)[:20] == plan.tokens(1, 0, 500)
+
+
+def test_other_first_tokens_of_a_turn_are_a_fault() -> None:
+    one = Conversed([(0, 0), (0, 1)], [5.0, 3.0], [0, 20], [20, 28], [7, 8], 2.0)
+    other = Conversed([(0, 1), (0, 0)], [5.0, 3.0], [0, 20], [20, 28], [8, 9], 2.0)
+    found = [ConversationFinding("plain", 1.0, one), ConversationFinding("lwkv", 1.0, other)]
+    assert conversation_faults(found) == ["lwkv: first tokens differ from those of plain"]
+    assert conversation_table(found).splitlines()[2] == "| plain | 3.0 | 3.0 | 0.42 | 1.00 |"
+
+
+def test_the_throttled_store_is_found_as_a_tier_and_is_one_for_all_that_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed_in(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config(remote_url="throttled://1000")
+    setup = TierSetup(config, 2, 64, "raw", Counters())
+    (tier,), (other,) = open_tiers(setup), open_tiers(setup)
+    assert tier is other
+    assert examine_tier("throttled://1000", config) == {"rate": "1000 MB/s"}
+    with pytest.raises(ConfigError, match="has no rate"):
+        open_tiers(TierSetup(Config(remote_url="throttled://fast"), 2, 64, "raw", Counters()))
 
 
 def served(first_tokens: list[int], cached: int) -> list[Served]:
