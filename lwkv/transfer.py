@@ -65,10 +65,15 @@ class Transfer:
     def only(self, chunks: npt.NDArray[np.bool_]) -> Transfer:
         """The same without the chunks that are False, bool (chunks,)."""
         moved = np.repeat(chunks, self.chunk_tokens)
-        device_slots = self.device_slots
-        if device_slots is not None:
-            device_slots = device_slots[torch.from_numpy(moved.nonzero()[0]).to(device_slots.device)]
-        return Transfer(self.chunk_tokens[chunks], self.slots[moved], device_slots)
+        return Transfer(self.chunk_tokens[chunks], self.slots[moved], self._device_slots_of(moved))
+
+    def _device_slots_of(self, moved: npt.NDArray[np.bool_]) -> torch.Tensor | None:
+        """Those of the tokens that are True: run by run, as an index would have to be sent to the device."""
+        if self.device_slots is None:
+            return None
+        edges = np.diff(moved, prepend=False, append=False).nonzero()[0].tolist()
+        runs = [self.device_slots[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        return runs[0] if len(runs) == 1 else torch.cat([self.device_slots[:0], *runs])
 
     def rows(self, shape: PageShape, chunks_per_slice: int) -> tuple[Int64s, list[int]]:
         """Number every row that is moved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,3 +78,20 @@ def test_a_block_that_is_not_whole_is_refused(slots: list[int]) -> None:
     transfer = Transfer(np.array([4], np.int64), np.array(slots, np.int64))
     with pytest.raises(RequestError, match="whole blocks of 4 tokens"):
         transfer.row_slots(4)
+
+
+@given(transfers, st.data())
+def test_slots_on_the_device_are_left_out_with_the_same_chunks_and_nothing_is_sent_there(
+    drawn: tuple[list[int], list[bool]], data: st.DataObject
+) -> None:
+    counts, _ = drawn
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts))), bool)
+    numbers = np.arange(sum(counts))
+    transfer = Transfer(np.array(counts, np.int64), numbers * 0, torch.from_numpy(numbers))
+    with pytest.MonkeyPatch.context() as patch:
+        # From memory that is not page-locked either waits for the device's stream.
+        for name in ("to", "copy_"):
+            patch.setattr(torch.Tensor, name, None)
+        rest = transfer.only(kept)
+    assert rest.device_slots is not None
+    assert rest.device_slots.tolist() == numbers[np.repeat(kept, counts)].tolist()
