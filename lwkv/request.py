@@ -122,20 +122,29 @@ def _checked(request: AnyRequest, chunking: Chunking, device: torch.device | Non
 
 
 def _keyed(request: KeyedChunks, chunking: Chunking, device: torch.device | None) -> CheckedRequest:
-    num_tokens, slots = len(request.keys) * chunking.chunk_size, request.slots
+    slots = request.slots
+    check_device_slots(slots, len(request.keys), chunking, device)
+    num_tokens = len(slots)
+    none = np.zeros(num_tokens, np.int64)
+    counts = chunking.chunk_tokens(num_tokens)
+    return CheckedRequest(none, none, 0, (), chunking.chunk_size, counts, request.keys, slots, request.parent)
+
+
+def check_device_slots(
+    slots: torch.Tensor, num_chunks: int, chunking: Chunking, device: torch.device | None
+) -> None:
+    """Raise RequestError for what cannot be the slots, on `device`, of so many full chunks."""
+    num_tokens = num_chunks * chunking.chunk_size
     if chunking.unit > 1:
         raise RequestError(f"chunks with keys cannot be moved as opaque blocks of {chunking.unit} tokens")
     if slots.dtype != torch.int64 or slots.shape != (num_tokens,):
         raise RequestError(
-            f"slots is {slots.dtype} {tuple(slots.shape)}; {len(request.keys)} chunks of "
+            f"slots is {slots.dtype} {tuple(slots.shape)}; {num_chunks} chunks of "
             f"{chunking.chunk_size} tokens have torch.int64 ({num_tokens},)"
         )
     if slots.device != device:
         # Kernels read it: one of another device would end the process.
         raise RequestError(f"slots is on {slots.device}; it must be on {device}, where the caches are")
-    none = np.zeros(num_tokens, np.int64)
-    counts = chunking.chunk_tokens(num_tokens)
-    return CheckedRequest(none, none, 0, (), chunking.chunk_size, counts, request.keys, slots, request.parent)
 
 
 def _prompt(request: Request, chunking: Chunking) -> CheckedRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -75,6 +75,14 @@ class Loader(ABC, Generic[LoadT]):
 
         Give the pages, int64 (layers, chunks), where all are known: the first copies are then queued at once.
         """
+
+    def come_behind(self, load: LoadT, let_wait: Callable[[Stream], object]) -> None:
+        """Have what a load writes that has just begun come behind what `let_wait` makes a stream wait for.
+
+        That takes the place of what the current stream holds when the first layer is queued.
+        """
+        let_wait(load.lane.kernels)
+        load.is_ordered = True
 
     def layers_ahead(self, load: LoadT, layer: int, known: bool) -> int:
         """How many layers behind `layer` are queued with it; `known` where all pages are in host memory.

@@ -57,7 +57,10 @@ class RowTables:
         """A table of at least `nbytes` bytes."""
         size = 1 << max(nbytes - 1, 1).bit_length()
         spare = self._spare.setdefault(size, [])
-        table = spare.pop() if spare else self._make(size)
+        try:  # several threads may take the last one
+            table = spare.pop()
+        except IndexError:
+            table = self._make(size)
         self._taken.append(table)
         return table
 

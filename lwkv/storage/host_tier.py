@@ -79,6 +79,23 @@ class HostTier:
             self._order.use(keys)
             return found
 
+    def pin_prefix(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
+        """Pin the leading ones of `keys`, a prompt's chunks in their order, that are here; `unpin` ends it.
+
+        They do not count as used before `use` is called. None after `close`.
+        """
+        with self._lock:
+            if self._closed:
+                return []
+            # In C, as far as it goes: a chunk may be of a single token.
+            found = list(map(self._chunks.get, keys))
+            length = found.index(None) if None in found else len(found)
+            chunks = [chunk for chunk in found[:length] if chunk is not None]
+            for chunk in chunks:
+                chunk.pins += 1
+            self._pins += length
+            return chunks
+
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Note that those of a prompt's chunks that are here are used; `keys` in their order."""
         with self._lock:

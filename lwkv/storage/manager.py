@@ -123,6 +123,13 @@ class StorageManager:
         promote = partial(self._promote, PromptPart(prompt, self.lower.guards))
         return Hold(found[:length], self._num_layers, self.host.unpin, promote, self._pool.release)
 
+    def end_pinned(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
+        """Note that a prompt's chunks have been loaded that `HostTier.pin_prefix` gave, and unpin them."""
+        self.host.use(keys)
+        self.host.unpin(chunks)
+        self.lower.follow(keys)
+        self._meter.note_found(len(chunks), 0)
+
     def layerwise_batched_get(self, hold: Hold, layers: Iterable[int]) -> list[Future[LayerPages]]:
         """Ask for every held chunk's page of each of `layers`; one future a layer, none of which raises.
 

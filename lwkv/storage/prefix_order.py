@@ -61,13 +61,11 @@ class PrefixOrder(Generic[Key]):
 
     def use(self, keys: Sequence[Key]) -> None:
         """Note that chunks are used, each prompt's first to last, and all that come before them."""
-        for key in reversed(keys):
-            self._move_to_end(key)
+        self._move_to_end(reversed(keys))
         given = set(keys)
         for key in keys:
             if self._parents.get(key) not in given:
-                for ancestor in self.before(key):
-                    self._move_to_end(ancestor)
+                self._move_to_end(self.before(key))
 
     def parent(self, key: Key) -> Key | None:
         """The chunk before one, if both are known."""
@@ -110,10 +108,13 @@ class PrefixOrder(Generic[Key]):
         self._orphans[key] = None
         self._orphans.move_to_end(key, last=False)
 
-    def _move_to_end(self, key: Key) -> None:
-        for order in (self._parents, self._orphans):
-            if key in order:
-                order.move_to_end(key)
+    def _move_to_end(self, keys: Iterator[Key]) -> None:
+        parents, orphans = self._parents, self._orphans
+        for key in keys:
+            if key in parents:
+                parents.move_to_end(key)
+            if orphans and key in orphans:
+                orphans.move_to_end(key)
 
     def _note_orphans(self, key: Key, is_new: bool) -> None:
         """Note whether a chunk lacks one before it, which is then so for all behind it.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import wait
 from functools import partial
 
 from lwkv.background.exit import waitable
 from lwkv.background.workers import Workers
-from lwkv.keys import ChunkKey
+from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.storage import StorageManager
 
 NUM_THREADS = 2
@@ -30,23 +31,25 @@ class BringUp:
         self._layers = range(num_layers)
         self._timeout_s = timeout_s
         self._workers = Workers("bring-up", NUM_THREADS)
-        self._under_way: set[ChunkKey] = set()
+        self._under_way: set[tuple[str, str]] = set()
 
-    def ask(self, keys: list[ChunkKey], first: int) -> bool:
-        """Have the leading ones of `keys` from `first` on brought that a lower tier has.
+    def ask(self, namespace: str, hashes: Sequence[str], first: int) -> bool:
+        """Have the leading ones of these pages from `first` on brought that a lower tier has.
 
         False, to be asked again, where too much is on its way, or the first of them is.
 
         Args:
-            keys: of all pages that a request lacks on the device; those before `first` are in host memory.
+            namespace, hashes: as those of `page_keys`, of all pages that a request lacks on the device; those
+                before `first` are in host memory.
         """
         if not self._storage.lower.guards:
             return True
-        if len(self._under_way) >= MOST_WAITING or keys[first] in self._under_way:
+        wanted = namespace, hashes[first]
+        if len(self._under_way) >= MOST_WAITING or wanted in self._under_way:
             return False
-        self._under_way.add(keys[first])
-        brought = self._workers.submit(partial(self._bring, keys, first))
-        brought.add_done_callback(lambda _: self._under_way.discard(keys[first]))
+        self._under_way.add(wanted)
+        brought = self._workers.submit(partial(self._bring, namespace, hashes, first))
+        brought.add_done_callback(lambda _: self._under_way.discard(wanted))
         return True
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -58,9 +61,9 @@ class BringUp:
         self._workers.cancel_queued()
         return self._workers.close(timeout_s)
 
-    def _bring(self, keys: list[ChunkKey], first: int) -> None:
+    def _bring(self, namespace: str, hashes: Sequence[str], first: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        hold = self._storage.hold(keys, first)
+        hold = self._storage.hold(page_keys(namespace, hashes), first)
         wait(self._storage.layerwise_batched_get(hold, self._layers), waitable(deadline - time.monotonic()))
         # What is complete becomes part of host memory now; the rest goes back.
         hold.release()

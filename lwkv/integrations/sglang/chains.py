@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice
 
 MOST_PAGES = 1 << 16
 
@@ -22,7 +22,7 @@ class Chains:
         """Take in the hashes of pages that follow each other in a prompt."""
         if len(self._parents) > MOST_PAGES:
             self._older, self._parents = self._parents, {}
-        self._parents.update((page, parent) for parent, page in pairwise(hashes))
+        self._parents.update(zip(islice(hashes, 1, None), hashes, strict=False))
 
     def parent(self, page: str) -> str | None:
         """The page before this one; None where it is a prompt's first, or not known."""

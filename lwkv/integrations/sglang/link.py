@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -14,12 +14,15 @@ from lwkv.engine import CacheEngine
 from lwkv.integrations.sglang.bring_up import BringUp
 from lwkv.integrations.sglang.loads import LayerCounter, Loads
 from lwkv.integrations.sglang.offloads import Offloads
-from lwkv.integrations.sglang.order import Order
+from lwkv.integrations.sglang.order import ModelStreams, Order
 from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.integrations.sglang.promises import Promises
 from lwkv.request import KeyedChunks
 
 log = logging.getLogger(__name__)
+
+MOST_LENGTHS = 128
+"""Hits that a lookup gives to several ranks: where these differ, 1/128 of a prompt or less is computed."""
 
 
 class Transfer(Protocol):
@@ -43,7 +46,7 @@ class CacheLink:
     Args:
         num_layers: of the target model.
         num_ranks: workers that must answer alike.
-        forward_stream: see Order.
+        forward_stream: see ModelStreams.
         forgets: whether `reset` makes all that was stored before unfindable.
     """
 
@@ -61,17 +64,19 @@ class CacheLink:
         self._num_ranks = num_ranks
         self._timeout_s = engine.config.load_timeout_s
         connector, storage = engine.connector, engine.parts().storage
-        load_order, store_order = (
-            Order(connector.platform, connector.device, forward_stream) for _ in range(2)
-        )
+        streams = ModelStreams(connector.platform, connector.device, forward_stream)
         self._promises = Promises(storage.host, storage.most_chunks // 2)
         self._bring_up = BringUp(storage, engine.num_layers, self._timeout_s)
-        self._loads = Loads(engine, self._promises, num_layers, load_order)
-        self._offloads = Offloads(engine, store_order)
+        self._loads = Loads(engine, self._promises, num_layers, streams)
+        self._offloads = Offloads(engine, Order(streams))
         self.layer_counter = LayerCounter(self._loads, num_layers)
 
     def lookup(self, rid: str, transfers: Sequence[Transfer]) -> list[int]:
-        """Every number of leading pages that can be loaded; they are pinned for request `rid`.
+        """The numbers of leading pages that can be loaded; they are pinned for request `rid`.
+
+        SGLang takes the largest that all ranks give, and takes time for each of them. So a single rank gives
+        the largest only, and several the same MOST_LENGTHS or fewer of all that may be asked for, and the
+        largest.
 
         Pages of lower tiers are asked for in the background, and offered when they are in host memory.
         """
@@ -81,17 +86,17 @@ class CacheLink:
         promise = self._promises.promise(rid, self.namespace, hashes)
         length = len(promise.keys)
         if length < len(hashes) and not promise.asked_below:
-            promise.asked_below = self._bring_up.ask(page_keys(self.namespace, hashes), length)
-        return list(range(1, length + 1))
+            promise.asked_below = self._bring_up.ask(self.namespace, hashes, length)
+        return self._lengths(length, len(hashes))
 
     def load(self, rid: str, transfers: Sequence[Transfer]) -> bool:
         """Queue a load of promised pages; False, to have them computed, where the promise has ended."""
-        request = self._as_request(transfers[0])
-        promise = self._promises.take(rid, len(request.keys))
+        hashes, slots = _contents(transfers[0])
+        promise = self._promises.take(rid, hashes)
         if promise is None and self._num_ranks == 1:
             return False
         # With several ranks all must say the same, and the others may have theirs.
-        self._loads.queue(rid, promise, request)
+        self._loads.queue(rid, promise, slots)
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -107,11 +112,11 @@ class CacheLink:
         """Queue pages to be kept; False where there are none."""
         if not transfers:
             return False
-        request, (first, *_) = self._as_request(transfers[0]), transfers[0].keys or [""]
-        parent = self._promises.chains.parent(first)
-        if parent is not None:
-            request = replace(request, parent=page_keys(self.namespace, [parent])[0])
-        self._offloads.queue(request)
+        hashes, slots = _contents(transfers[0])
+        parent = self._promises.chains.parent(hashes[0])
+        before = page_keys(self.namespace, [] if parent is None else [parent])
+        keys = page_keys(self.namespace, hashes)
+        self._offloads.queue(KeyedChunks(keys, slots, before[0] if before else None))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -132,13 +137,29 @@ class CacheLink:
             # SGLang flushes when it has new weights, and does not say so: nothing of before may be found.
             self.namespace = f"{self.engine.namespace}.{uuid4().hex}"
 
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until all that was started is over; False if that takes over `timeout_s` seconds.
+
+        What SGLang has offloaded is started by `num_completed_offloads`.
+        """
+        deadline = time.monotonic() + timeout_s
+        parts = (self._loads, self._offloads, self._bring_up)
+        return all(part.wait_idle(deadline - time.monotonic()) for part in parts)
+
     def close(self) -> None:
         """Give everything back; idempotent."""
         self.reset()
-        self._bring_up.close(self._timeout_s)
+        for part in (self._loads, self._offloads, self._bring_up):
+            part.close(self._timeout_s)
         self.engine.close()
 
-    def _as_request(self, transfer: Transfer) -> KeyedChunks:
-        assert transfer.keys is not None
-        assert transfer.device_indices is not None
-        return KeyedChunks(page_keys(self.namespace, transfer.keys), transfer.device_indices)
+    def _lengths(self, length: int, num_asked: int) -> list[int]:
+        """All that a lookup has to give where the first `length` of `num_asked` pages can be loaded."""
+        step = num_asked if self._num_ranks == 1 else -(-num_asked // MOST_LENGTHS)
+        return [*range(step, length, step), length] if length else []
+
+
+def _contents(transfer: Transfer) -> tuple[list[str], torch.Tensor]:
+    assert transfer.keys
+    assert transfer.device_indices is not None
+    return transfer.keys, transfer.device_indices

@@ -7,12 +7,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+
+from lwkv.background.workers import Workers
 from lwkv.engine import CacheEngine
-from lwkv.integrations.sglang.order import Order
+from lwkv.errors import RequestError
+from lwkv.integrations.sglang.order import ModelStreams
 from lwkv.integrations.sglang.promises import Promise, Promises
-from lwkv.request import KeyedChunks
-from lwkv.steps import LayerSteps
+from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
 from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
@@ -24,10 +28,14 @@ REST_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """What is to be loaded with the next batch; without a promise it cannot be."""
+    """What is to be loaded with the next batch; without a promise it cannot be.
+
+    Attributes:
+        slots: int64 (tokens,) on the device, of the first pages that were promised.
+    """
 
     promise: Promise | None
-    request: KeyedChunks
+    slots: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +47,7 @@ class Batch:
         waited_for: layers that the model has waited for.
     """
 
-    steps: LayerSteps
+    load: PinnedLoad
     is_whole: bool
     waited_for: int = 0
 
@@ -50,7 +58,7 @@ class Loads:
     Args:
         num_layers: of the target model. Those of draft models come behind them, and are waited for with the
             last of these.
-        order: for loads alone.
+        streams: SGLang's: what is loaded comes behind all that they hold when a batch starts.
     """
 
     def __init__(
@@ -58,30 +66,32 @@ class Loads:
         engine: CacheEngine,
         promises: Promises,
         num_layers: int,
-        order: Order,
+        streams: ModelStreams,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._rest_until = -math.inf
-        self._engine = engine
+        self._parts = engine.parts()
+        self._all_layers = engine.num_layers
         self._promises = promises
         self._num_layers = num_layers
-        self._order = order
+        self._streams = streams
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, Batch] = {}
-        self._idle: list[LayerSteps] = []
         self._last = NO_BATCH
         self._throttle = LogThrottle(log)
+        self._queuing = Workers("loads", 1, partial(streams.platform.set_device, streams.device))
+        self._queuing.submit(lambda: None)  # a load is not to wait for the thread to start
 
     @property
     def may_offer(self) -> bool:
         """Whether loads may be promised: not for a while after one has failed, which fails its requests."""
         return self._clock() >= self._rest_until
 
-    def queue(self, rid: str, promise: Promise | None, request: KeyedChunks) -> None:
+    def queue(self, rid: str, promise: Promise | None, slots: torch.Tensor) -> None:
         """Take a load for the next batch, with the pins of its promise, in place of one before."""
         self.cancel(rid)
-        self._queued[rid] = QueuedLoad(promise, request)
+        self._queued[rid] = QueuedLoad(promise, slots)
 
     def cancel(self, rid: str) -> bool:
         """Give up a load that has not started; False if there is none."""
@@ -96,16 +106,18 @@ class Loads:
         if not self._queued:
             return NO_BATCH
         loads, self._queued = [*self._queued.values()], {}
-        kept = [load for load in loads if load.promise is not None]
-        steps = self._idle.pop() if self._idle else LayerSteps(self._engine, layerwise=True)
-        batch = Batch(steps, is_whole=len(kept) == len(loads))
-        self._order.catch_up()
-        with self._order.use():
-            steps.begin([load.request for load in kept], ())
-            steps.start_load_kv()
-        self._unpin(loads)  # the batch has pins of its own by now
+        kept = [
+            PinnedChunks(load.promise.keys, load.promise.chunks, load.slots)
+            for load in loads
+            if load.promise is not None
+        ]
+        try:
+            load = PinnedLoad(self._parts, kept, self._streams.let_wait, self._queuing.submit)
+        except RequestError:
+            self._unpin(loads)  # else the pins are the load's from here on
+            raise
         self._last += 1
-        self._batches[self._last] = batch
+        self._batches[self._last] = Batch(load, is_whole=len(kept) == len(loads))
         return self._last
 
     def wait(self, number: int, layer: int) -> None:
@@ -115,7 +127,7 @@ class Loads:
             return
         batch.waited_for = layer + 1
         is_last = batch.waited_for >= self._num_layers
-        batch.steps.wait_for_layer_load(self._engine.num_layers - 1 if is_last else layer)
+        batch.load.wait(self._all_layers - 1 if is_last else layer)
 
     def finish(self, number: int) -> bool:
         """End a batch: whether every token of it has been loaded before the model used it.
@@ -125,7 +137,7 @@ class Loads:
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
-        loaded = self._end(batch)
+        loaded = batch.load.finish()
         if batch.waited_for < self._num_layers:
             self._rest_until = math.inf
             self._throttle.warn(
@@ -140,19 +152,21 @@ class Loads:
         self._throttle.warn("a load failed: its requests fail, and nothing is offered for %d s", REST_S)
         return False
 
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until all layers of started batches are queued; False if that takes over `timeout_s`."""
+        return self._queuing.wait_idle(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread that queues, after `clear`; False if that takes over `timeout_s` seconds."""
+        return self._queuing.close(timeout_s)
+
     def clear(self) -> None:
         """Give up what is queued, and end the batches under way."""
         self._unpin([*self._queued.values()])
         self._queued = {}
         batches, self._batches = self._batches, {}
         for batch in batches.values():
-            self._end(batch)
-
-    def _end(self, batch: Batch) -> bool:
-        """Order what comes next behind a batch: whether all of it was queued."""
-        masks = batch.steps.wait_for_save().loaded
-        self._idle.append(batch.steps)
-        return all(bool(mask.all()) for mask in masks)
+            batch.load.finish()
 
     def _unpin(self, loads: Sequence[QueuedLoad]) -> None:
         for load in loads:

@@ -81,16 +81,19 @@ class Promises:
         self._end_oldest(promise)
         return promise
 
-    def take(self, rid: str, num_pages: int) -> Promise | None:
-        """Take over the pins of a request for `unpin`; None where fewer than `num_pages` are promised."""
+    def take(self, rid: str, hashes: Sequence[str]) -> Promise | None:
+        """Take over what a request was promised, for `unpin`; None where that was not all of `hashes`."""
         promise = self._by_request.pop(rid, None)
         if promise is None:
             return None
         self._pinned -= len(promise.chunks)
-        if len(promise.keys) < num_pages:
-            self._host.unpin(promise.chunks)
-            return None
-        return promise
+        length = len(hashes)
+        # The last one covers all before it.
+        if len(promise.keys) < length or promise.asked[length - 1] != hashes[-1]:
+            length = 0
+        self._host.unpin(promise.chunks[length:])
+        del promise.keys[length:], promise.chunks[length:]
+        return promise if length else None
 
     def unpin(self, promise: Promise) -> None:
         """End a promise that was taken over."""
@@ -112,15 +115,10 @@ class Promises:
         if not any(self._host.contains(page_keys(namespace, promise.asked[start : start + 1]))):
             return
         keys = page_keys(namespace, promise.asked[start:])
-        there = self._host.contains(keys)
-        found = self._host.pin(keys[: there.index(False)] if not all(there) else keys)
-        pinned = [chunk for chunk in found if chunk is not None]
-        length = found.index(None) if len(pinned) < len(found) else len(found)
-        if length < len(pinned):  # evicted in between: what lies behind the gap is of no use
-            self._host.unpin(pinned[length:])
-        promise.keys += keys[:length]
-        promise.chunks += pinned[:length]
-        self._pinned += length
+        pinned = self._host.pin_prefix(keys)
+        promise.keys += keys[: len(pinned)]
+        promise.chunks += pinned
+        self._pinned += len(pinned)
 
     def _end_oldest(self, last: Promise) -> None:
         while self._pinned - len(last.chunks) > self._most_chunks:

@@ -6,6 +6,7 @@ Its prefix tree is a table of pages by hash: all that a linker sees of a tree ar
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,7 @@ class FakeSGLang:
         self.results: list[bool] = []
         self.aborted: list[Prompt] = []
         self.expects_failure = self.is_spoiled = False
+        self.others_have = math.inf
         self._count = 0
 
     def prompt(self, tokens: Sequence[int], salt: str = "") -> Prompt:
@@ -98,10 +100,11 @@ class FakeSGLang:
         prompt.from_device = next((i for i, key in enumerate(usable) if key not in self.tree), len(usable))
         tail = usable[prompt.from_device :]
         lengths = self.link.lookup(prompt.rid, [Transfer(tail)]) if tail else []
-        assert lengths == list(range(1, len(lengths) + 1))
-        assert len(lengths) <= len(tail)
-        prompt.from_host = len(lengths)
-        return len(lengths)
+        assert lengths == sorted(set(lengths))
+        assert not lengths or 0 < lengths[0] <= lengths[-1] <= len(tail)
+        # Other ranks may answer less.
+        prompt.from_host = max((length for length in lengths if length <= self.others_have), default=0)
+        return prompt.from_host
 
     def admit(self, prompt: Prompt) -> None:
         """Give a request its pages, and have what it was promised loaded."""
@@ -145,6 +148,7 @@ class FakeSGLang:
     def tick(self) -> int:
         """Take what is stored by now, once all that is under way has ended."""
         self.link.num_completed_offloads()
+        assert self.link.wait_idle(30)
         assert self.engine.flush()
         done = self.link.num_completed_offloads()
         for _ in range(done):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from integrations.sglang.fake_sglang import FakeSGLang, Transfer, hashes_of
-from oracle import MemoryTier, held_completions, require_rest
+from oracle import MemoryTier, held_completions, refuse_threads, require_rest
 
+from lwkv.integrations.sglang.link import MOST_LENGTHS
 from lwkv.integrations.sglang.loads import REST_S
 from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.platforms import CopyBatch
@@ -212,6 +213,30 @@ def test_a_load_that_is_cancelled_gives_its_pins_back(make: Make) -> None:
     require_rest(sglang.engine)
 
 
+@pytest.mark.parametrize("others_have", [0, 1, 4, 5])
+def test_several_ranks_load_what_all_of_them_have(make: Make, others_have: int) -> None:
+    sglang = make(num_ranks=2)
+    sglang.run(A)
+    sglang.evict()
+    sglang.others_have = others_have
+    (again,) = sglang.run(A)
+    assert again.from_host == others_have
+    sglang.link.reset()
+    require_rest(sglang.engine)
+
+
+@pytest.mark.parametrize("num_pages", [1, 127, 128, 129, 300, 1024])
+def test_several_ranks_give_few_hits_and_lose_little_where_they_differ(make: Make, num_pages: int) -> None:
+    link = make(num_ranks=2).link
+    answers = [link._lengths(length, num_pages) for length in range(num_pages + 1)]
+    assert max(map(len, answers)) <= MOST_LENGTHS + 1
+    for length, lengths in enumerate(answers):
+        assert lengths[-1:] == ([length] if length else [])
+        shorter = answers[length // 2]
+        common = max({0, *lengths} & {0, *shorter})
+        assert length // 2 - common <= num_pages // MOST_LENGTHS
+
+
 def test_a_load_whose_promise_has_ended_is_computed(make: Make) -> None:
     sglang = make()
     sglang.run(A)
@@ -307,6 +332,31 @@ def test_a_reset_ends_a_batch_whose_model_never_ran_and_goes_on_offering(make: M
     assert sglang.link.finish_layer_wise_loading(index)
     (loaded,) = sglang.run(A)
     assert loaded.from_host == 5
+
+
+@pytest.mark.parametrize("name", ["lwkv-stores", "lwkv-loads"])
+def test_without_a_thread_to_spare_all_is_loaded_and_stored_the_same(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    refuse_threads(monkeypatch, name)
+    sglang = make()
+    sglang.run(A)
+    sglang.evict()
+    (again,) = sglang.run(A)
+    assert again.from_host == 5
+
+
+def test_pages_that_cannot_be_stored_are_given_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sglang = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang.engine, "store_batch", fail)
+        sglang.run(A)
+    assert sglang.results == [False]
+    assert "pages are not stored: RuntimeError" in caplog.text
+    sglang.run(B)
+    assert sglang.results == [False, True]
 
 
 def test_offloads_complete_in_their_order(make: Make) -> None:

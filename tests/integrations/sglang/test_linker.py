@@ -129,7 +129,7 @@ def test_calls_go_on_to_the_link(make: Callable[..., Any]) -> None:
     assert linker.lookup("r", [pages]) == []
     assert linker.offload([pages], session_id="s")
     linker.num_completed_offloads()
-    assert linker.link.engine.flush()
+    assert linker.link.wait_idle(10)
     assert linker.num_completed_offloads() == 1
     assert linker.pop_completed_offload()
     assert linker.lookup("r", [pages]) == [1]
@@ -153,7 +153,7 @@ def test_counts_and_gauges_are_published(make: Callable[..., Any], monkeypatch: 
     linker.offload([pages])
     for _ in range(2):
         linker.num_completed_offloads()
-        assert linker.link.engine.flush()
+        assert linker.link.wait_idle(10)
         now[0] += 1
     linker.num_completed_offloads()
     assert statistics._metrics["chunks"].value == 1

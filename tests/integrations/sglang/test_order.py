@@ -8,7 +8,7 @@ import pytest
 from integrations.sglang.fake_sglang import FakeSGLang
 from oracle import WrongBytesError
 
-from lwkv.integrations.sglang.order import Order
+from lwkv.integrations.sglang.order import ModelStreams
 from lwkv.platforms import Platform
 
 A = list(range(100, 121))
@@ -39,7 +39,9 @@ def test_what_is_stored_and_loaded_is_right(
     play(make, platform, own_stream)
 
 
-@pytest.mark.parametrize(("wait", "own_stream"), [("_wait_for_forward", True), ("_wait_for_current", False)])
+@pytest.mark.parametrize(
+    ("wait", "own_stream"), [("_let_wait_for_forward", True), ("_let_wait_for_current", False)]
+)
 def test_without_a_wait_the_bytes_are_wrong(
     make: Callable[..., FakeSGLang],
     platform: Platform,
@@ -47,6 +49,6 @@ def test_without_a_wait_the_bytes_are_wrong(
     wait: str,
     own_stream: bool,
 ) -> None:
-    monkeypatch.setattr(Order, wait, lambda self: None)
+    monkeypatch.setattr(ModelStreams, wait, lambda self, stream: None)
     with pytest.raises(WrongBytesError):
         play(make, platform, own_stream)

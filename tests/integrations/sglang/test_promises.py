@@ -72,7 +72,7 @@ def test_a_promise_ends_by_time_unless_it_is_asked_for_again(
     promises.promise("a", "model", pages(1, 2, 3))
     clock.now += PROMISE_S / 2
     promises.expire()
-    assert promises.take("b", 1) is None
+    assert promises.take("b", pages(5)) is None
     assert rig.host.pins == 3
 
 
@@ -81,18 +81,25 @@ def test_the_oldest_promises_end_where_they_pin_too_much(rig: Rig, promises: Pro
         promises.promise(rid, "model", pages(1, 2, 3))
     # The last one, and one other: four pins at most for all others.
     assert rig.host.pins == 6
-    assert promises.take("a", 3) is None
+    assert promises.take("a", pages(1, 2, 3)) is None
 
 
 def test_pins_go_with_a_promise_that_is_taken(rig: Rig, promises: Promises) -> None:
     promises.promise("a", "model", pages(1, 2, 3))
-    promise = promises.take("a", 2)
+    promise = promises.take("a", pages(1, 2))
     assert promise is not None
-    assert (len(promises), rig.host.pins) == (0, 3)
+    # The third page was promised, and is not to be loaded.
+    assert (len(promises), rig.host.pins) == (0, 2)
     promises.unpin(promise)
 
 
 def test_more_than_was_promised_is_not_given(rig: Rig, promises: Promises) -> None:
     promises.promise("a", "model", pages(1, 2))
-    assert promises.take("a", 3) is None
+    assert promises.take("a", pages(1, 2, 3)) is None
+    assert rig.host.pins == 0
+
+
+def test_other_pages_than_were_promised_are_not_given(rig: Rig, promises: Promises) -> None:
+    promises.promise("a", "model", pages(1, 2, 3))
+    assert promises.take("a", pages(1, 5)) is None
     assert rig.host.pins == 0

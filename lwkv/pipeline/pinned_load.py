@@ -1,0 +1,215 @@
+"""Chunks that are pinned in host memory, on their way to the device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from lwkv.background.workers import cancel
+from lwkv.connectors.loader import Load
+from lwkv.errors import DEVICE_FAILURES
+from lwkv.keys import ChunkKey
+from lwkv.pipeline.context import BatchContext
+from lwkv.pipeline.device_failures import DeviceFailuresTo
+from lwkv.platforms import Event, Stream
+from lwkv.platforms.protocol import Int64s
+from lwkv.request import check_device_slots
+from lwkv.storage import Chunk
+from lwkv.transfer import Chunking, Transfer
+
+log = logging.getLogger(__name__)
+
+LetWait: TypeAlias = Callable[[Stream], object]
+Submit: TypeAlias = Callable[[Callable[[], None]], "Future[None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedChunks:
+    """Neighbouring chunks of a prompt that the caller has pinned, and where they go.
+
+    Args:
+        keys, chunks: one of each for every chunk.
+        slots: int64 (chunks * chunk_size,), on the device of the caches; as KeyedChunks'.
+    """
+
+    keys: Sequence[ChunkKey]
+    chunks: Sequence[Chunk]
+    slots: torch.Tensor
+
+
+class PinnedLoad:
+    """Loads whose pages are all known, merged into one transfer a layer, and the cursor over their layers.
+
+    A BatchRetrieval for callers that have looked up and pinned before: there is no tier to ask and no chunk
+    to miss, so that the host does little more for many chunks than for few. The pins are the load's from here
+    on. A device that fails, or has no memory, ends the load of all chunks; it never raises.
+
+    The first copies and the first layer are queued by the constructor, the other layers by a job for another
+    thread. Until `finish` no other load or save may be begun.
+
+    Args:
+        loads: all of one batch.
+        let_wait: makes a stream wait for all that may still use the slots, or has yet to write `slots`.
+        submit: has a job run on another thread; where its future is cancelled, `wait` queues the layers.
+
+    Attributes:
+        has_failed: whether the slots may lack what was to be loaded.
+
+    Raises:
+        RequestError: slots that do not fit the chunks, or are not where the caches are. The pins stay.
+    """
+
+    def __init__(
+        self, context: BatchContext, loads: Sequence[PinnedChunks], let_wait: LetWait, submit: Submit
+    ) -> None:
+        connector = context.connector
+        chunking = Chunking(context.config.chunk_size, False, connector.tokens_per_row)
+        for load in loads:
+            check_device_slots(load.slots, len(load.keys), chunking, connector.device)
+        self.has_failed = False
+        self._context = context
+        self._loader = connector.loader
+        self._platform, self._device = connector.platform, connector.device
+        self._loads = loads
+        self._num_layers = connector.num_layers
+        self._num_chunks = sum(len(load.chunks) for load in loads)
+        self._num_tokens = self._num_chunks * chunking.chunk_size
+        self._load: Load | None = None
+        self._rest: Future[None] = cancel(Future())
+        self._queued = 0
+        self._progress = threading.Condition()
+        self._waited: tuple[Event | None, Stream] | None = None
+        context.completions.expect(self)
+        context.counters.add("tokens_asked", self._num_tokens)
+        if self._num_chunks:
+            with DeviceFailuresTo(self._give_up):
+                self._begin(let_wait, submit)
+
+    def wait(self, layer: int) -> None:
+        """Make the current stream wait for `layer`. The host waits until that is queued, and no longer.
+
+        Layers may be left out: each comes behind all before it.
+        """
+        load = self._load
+        if load is None:
+            return
+        if self._queued <= layer:
+            self._await(load, layer)
+        # Layers that came together have one event: one wait is enough for them.
+        waited = load.arrived[layer], self._platform.current_stream(self._device)
+        if waited != self._waited and not self.has_failed:
+            with DeviceFailuresTo(self._note_failure):
+                self._loader.wait_layer(load, layer)
+                self._waited = waited
+
+    def finish(self) -> bool:
+        """Order the model behind what is in flight, and have all given back: whether all of it was queued.
+
+        Called once. The host does not wait for the device.
+        """
+        failure = None
+        if self._load is not None:
+            self._await(self._load, self._num_layers - 1)
+            try:
+                self._leave(self._load)
+            except DEVICE_FAILURES as error:
+                failure, self.has_failed = error, True
+        if not self.has_failed:
+            self._context.counters.add("tokens_retrieved", self._num_tokens)
+        self._context.completions.submit(partial(self._end, failure), self)
+        return not self.has_failed
+
+    def _begin(self, let_wait: LetWait, submit: Submit) -> None:
+        counts = np.full(self._num_chunks, self._context.config.chunk_size)
+        slots = [load.slots for load in self._loads]
+        on_device = slots[0] if len(slots) == 1 else torch.cat(slots)
+        transfer = Transfer(counts, np.zeros(self._num_tokens, np.int64), on_device)
+        self._pages = self._all_pages()
+        self._load = load = self._loader.begin_load(transfer, self._pages)
+        self._loader.come_behind(load, let_wait)
+        self._queue(load, 0)
+        # Kernels in torch may need the mode of the model, which is a thread's.
+        self._rest = submit(partial(self._queue_rest, load, torch.is_inference_mode_enabled()))
+        self._rest.add_done_callback(self._note_progress)
+
+    def _all_pages(self) -> Int64s:
+        """The pages of every layer, int64 (layers, chunks)."""
+        pages = [chunk.pages for load in self._loads for chunk in load.chunks]
+        # As np.stack would, which takes twice as long.
+        by_layer: Int64s = np.concatenate(pages).reshape(len(pages), -1).T
+        return by_layer
+
+    def _queue_rest(self, load: Load, inference_mode: bool) -> None:
+        with torch.inference_mode(inference_mode), DeviceFailuresTo(self._give_up):
+            for layer in range(self._queued, self._num_layers):
+                self._queue(load, layer)
+                self._note_progress()
+
+    def _queue(self, load: Load, layer: int) -> None:
+        self._loader.load_layer(load, layer, self._pages[layer])
+        self._queued = layer + 1
+
+    def _note_progress(self, *_: object) -> None:
+        with self._progress:
+            self._progress.notify_all()
+
+    def _await(self, load: Load, layer: int) -> None:
+        """Block until a layer is queued, or no other thread will do it any more."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._queued > layer or self._rest.done())
+        if self._rest.cancelled() and not self.has_failed:
+            with DeviceFailuresTo(self._give_up):
+                for number in range(self._queued, layer + 1):
+                    self._queue(load, number)
+
+    def _leave(self, load: Load) -> None:
+        """Have the streams that the model waited on, and the current one, wait for all that was queued."""
+        wait([self._rest])
+        if not self._rest.cancelled() and (error := self._rest.exception()) is not None:
+            self._note_failure(error)
+        queued = [event for event in load.arrived if event is not None]
+        event, stream = self._waited or (None, self._platform.current_stream(self._device))
+        # Both as they are on this thread: the other one writes them, too.
+        load.not_waited_for = queued[-1] if queued and queued[-1] is not event else None
+        load.stream = stream
+        self._loader.leave_load(load)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Queue nothing more. For the thread that queues."""
+        self._note_failure(error)
+        if self._load is not None and self._queued < self._num_layers:
+            self._loader.drop_chunks(self._load, np.zeros(self._num_chunks, bool))
+            # Nothing is left to move, but whoever comes next is to wait for what was queued of this layer. A
+            # device that takes no event either has nothing left to wait for.
+            with suppress(*DEVICE_FAILURES):
+                self._loader.load_layer(self._load, self._queued, self._pages[self._queued, :0])
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Trust nothing of what is on its way."""
+        with self._progress:
+            is_first, self.has_failed = not self.has_failed, True
+        if is_first:
+            for name in ("load_failures_device", "load_failures"):
+                self._context.counters.add(name, self._num_chunks)
+            # Not the error itself: whoever keeps log records would keep the load with it.
+            log.warning("%d chunks are not loaded: %s", self._num_chunks, repr(error))
+
+    def _end(self, failure: BaseException | None) -> None:
+        """Give pages and tables back once the device is past them, or fails."""
+        try:
+            if self._load is not None:
+                self._loader.end_load(self._load)
+        finally:
+            for load in self._loads:
+                self._context.storage.end_pinned(load.keys, load.chunks)
+        if failure is not None:
+            raise failure

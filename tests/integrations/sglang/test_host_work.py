@@ -1,0 +1,122 @@
+"""What SGLang's scheduler does on its own thread for a batch with loads: little, for any number of pages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from integrations.sglang.fake_sglang import Transfer, hashes_of
+from oracle import Dims, Oracle
+from properties.test_host_work import ROOT, calls_within
+
+from lwkv.integrations.sglang.link import CacheLink
+from lwkv.platforms.cpu import CPU
+
+LAYERS, PAGE = 32, 2
+
+
+class Batches:
+    """One prompt of so many pages that is in host memory, loaded again and again."""
+
+    def __init__(self, num_pages: int, num_ranks: int = 1) -> None:
+        self.platform = CPU()
+        dims = Dims(layers=LAYERS, blocks=2 * num_pages + 1, block_size=PAGE, heads=1, head_size=2)
+        oracle = Oracle(self.platform, self.platform.current_device(), "sglang_kv", dims)
+        # Two layers in a buffer, as of a long prompt of Llama-8B on an H200.
+        staging = 4 * 2 * num_pages * oracle.page_bytes(PAGE)
+        engine = oracle.engine(PAGE, 2 * LAYERS * num_pages, staging_bytes=staging, group_bytes=1 << 20)
+        self.link = CacheLink(engine, LAYERS, num_ranks)
+        self.hashes = hashes_of(range(num_pages * PAGE), PAGE)
+        slots = torch.arange(PAGE, (2 * num_pages + 1) * PAGE)
+        self.stored, self.loaded = slots[: len(slots) // 2], slots[len(slots) // 2 :]
+        self.count = 0
+        for _ in range(2):  # what is made once is made
+            self.store()
+            self.take_stored()
+            self.load()
+
+    def store(self) -> None:
+        assert self.link.offload([Transfer(self.hashes, self.stored)])
+        self.link.num_completed_offloads()
+
+    def take_stored(self) -> None:
+        assert self.link.wait_idle(10)
+        assert self.link.num_completed_offloads() == 1
+        assert self.link.pop_completed_offload()
+
+    def load(self, between: Callable[[], object] = lambda: None) -> None:
+        self.count += 1
+        rid = str(self.count)
+        assert max(self.link.lookup(rid, [Transfer(self.hashes)])) == len(self.hashes)
+        assert self.link.load(rid, [Transfer(self.hashes, self.loaded)])
+        index = self.link.start_layer_wise_loading()
+        between()
+        self.link.layer_counter.set_consumer(index)
+        for layer in range(LAYERS):
+            for _ in range(2):
+                self.link.layer_counter.wait_until(layer)
+        assert self.link.finish_layer_wise_loading(index)
+
+    def prepare_the_batch(self) -> None:
+        """What SGLang does before the first layer takes longer than to queue all of them."""
+        assert self.link.wait_idle(10)
+
+    def close(self) -> None:
+        self.link.close()
+        self.platform.close()
+
+
+def lines_within(work: Callable[[], object]) -> int:
+    """How many lines of lwkv's own code above the platforms `work` runs on this thread."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if "platforms" in frame.f_code.co_filename or not frame.f_code.co_filename.startswith(ROOT):
+            return None
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def measured(
+    num_pages: int, count: Callable[[Callable[[], object]], int], num_ranks: int = 1
+) -> dict[str, int]:
+    batches = Batches(num_pages, num_ranks)
+    try:
+        counts = {
+            "load": count(lambda: batches.load(batches.prepare_the_batch)),
+            "store": count(batches.store),
+        }
+        batches.take_stored()
+        return counts
+    finally:
+        batches.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_call_is_made_for_a_page(num_ranks: int) -> None:
+    assert measured(32, calls_within, num_ranks) == measured(128, calls_within, num_ranks)
+
+
+def test_a_batch_takes_no_more_calls_than_it_used_to() -> None:
+    """64 of a load are SGLang's two waits for each of 32 layers."""
+    calls = measured(64, calls_within)
+    assert calls["load"] <= 380
+    assert calls["store"] <= 18
+
+
+def test_few_lines_are_run_for_a_page() -> None:
+    few, many = measured(32, lines_within), measured(128, lines_within)
+    for name in few:
+        assert many[name] - few[name] <= 5 * (128 - 32), name

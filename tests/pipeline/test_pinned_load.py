@@ -1,0 +1,229 @@
+"""Chunks that were pinned before: their load is right, and gives all back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from oracle import Dims, Oracle, held_completions, require_rest, run_slots
+
+from lwkv.background.workers import Workers, cancel
+from lwkv.engine import CacheEngine
+from lwkv.errors import RequestError
+from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
+from lwkv.platforms import Platform
+from lwkv.request import Request
+
+LAYERS, CHUNK = 4, 8
+ONE, OTHER = list(range(24)), list(range(100, 116))
+FROM = run_slots(0, 40)
+INTO_ONE, INTO_OTHER = run_slots(48, 24, backwards=True), run_slots(80, 16)
+
+
+@pytest.fixture
+def oracle(platform: Platform, device: torch.device) -> Oracle:
+    return Oracle(platform, device, "sglang_kv", Dims(layers=LAYERS, blocks=32))
+
+
+@pytest.fixture(params=[1, 2], ids=["a layer a buffer", "two layers a buffer"])
+def engine(oracle: Oracle, request: Any) -> Iterator[CacheEngine]:
+    staging = 4 * request.param * 5 * oracle.page_bytes(CHUNK)
+    with oracle.engine(CHUNK, staging_bytes=staging) as engine:
+        for tokens, slots in ((ONE, FROM[:24]), (OTHER, FROM[24:])):
+            oracle.compute(tokens, slots)
+            engine.store(tokens, slot_mapping=slots)
+        assert engine.flush()
+        yield engine
+        require_rest(engine)
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers("test", 1)
+    yield workers
+    assert workers.close(10)
+
+
+def pinned(engine: CacheEngine, tokens: list[int], slots: list[int]) -> PinnedChunks:
+    keys = engine.keys(tokens)
+    chunks = engine.parts().storage.host.pin_prefix(keys)
+    assert len(chunks) == len(keys)
+    return PinnedChunks(keys, chunks, torch.tensor(slots, device=engine.connector.device))
+
+
+def begin(engine: CacheEngine, submit: Any, *loads: PinnedChunks) -> PinnedLoad:
+    connector = engine.connector
+
+    def let_wait(stream: Any) -> None:
+        connector.platform.wait_stream(stream, connector.platform.current_stream(connector.device))
+
+    return PinnedLoad(engine.parts(), loads, let_wait, submit)
+
+
+def no_thread(job: Callable[[], None]) -> Future[None]:
+    return cancel(Future())
+
+
+@pytest.mark.parametrize("layers", [range(LAYERS), [LAYERS - 1], [1, 1, 3], []])
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_several_are_loaded_whatever_layers_the_model_waits_for(
+    oracle: Oracle, engine: CacheEngine, workers: Workers, layers: list[int], has_thread: bool
+) -> None:
+    one, other = pinned(engine, ONE, INTO_ONE), pinned(engine, OTHER, INTO_OTHER)
+    load = begin(engine, workers.submit if has_thread else no_thread, one, other)
+    for layer in layers:
+        load.wait(layer)
+        for earlier in range(layer + 1):
+            oracle.read(ONE, INTO_ONE, earlier, f"after layer {layer}")
+    assert load.finish()
+    oracle.expect(ONE, INTO_ONE)
+    oracle.expect(OTHER, INTO_OTHER)
+    # What is queued next on the current stream comes behind all of it.
+    oracle.zero(INTO_OTHER)
+    oracle.check()
+    assert engine.flush()
+    stats = engine.stats()
+    assert (stats["tokens_asked"], stats["tokens_retrieved"], stats["host_hits"]) == (40, 40, 5)
+
+
+def test_the_host_waits_until_a_layer_is_queued_and_not_for_the_device(
+    oracle: Oracle, engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, gate = engine.connector.loader, threading.Event()
+    queue = loader.load_layer
+
+    def gated(load: Any, layer: int, pages: Any) -> None:
+        assert layer < 2 or gate.wait(10)
+        queue(load, layer, pages)
+
+    monkeypatch.setattr(loader, "load_layer", gated)
+    with held_completions(engine):
+        load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+        load.wait(0)
+        load.wait(1)
+        threading.Timer(0.05, gate.set).start()
+        load.wait(3)
+        assert gate.is_set()
+        assert load.finish()
+    oracle.expect(ONE, INTO_ONE)
+    oracle.check()
+    assert engine.flush()
+
+
+def test_layers_that_came_together_are_waited_for_once(
+    engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+    waits: list[int] = []
+    wait_layer = engine.connector.loader.wait_layer
+    monkeypatch.setattr(
+        engine.connector.loader,
+        "wait_layer",
+        lambda load, layer: waits.append(layer) or wait_layer(load, layer),
+    )
+    for layer in (*range(LAYERS), LAYERS - 1):
+        load.wait(layer)
+    events = {id(event) for event in load._load.arrived}  # type: ignore[union-attr]
+    assert len(waits) == len(events)
+    assert load.finish()
+    assert engine.flush()
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_device_that_fails_ends_the_load_and_keeps_nothing(
+    engine: CacheEngine,
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_thread: bool,
+    layer: int,
+    error: type[Exception],
+) -> None:
+    fail_at(monkeypatch, engine.connector.loader, "load_layer", layer, error)
+    load = begin(engine, workers.submit if has_thread else no_thread, pinned(engine, ONE, INTO_ONE))
+    for number in range(LAYERS):
+        load.wait(number)
+    assert not load.finish()
+    assert engine.flush()
+    assert caplog.text.count("3 chunks are not loaded") == 1
+    stats = engine.stats()
+    assert (stats["load_failures"], stats.get("tokens_retrieved", 0)) == (3, 0)
+
+
+@pytest.mark.parametrize("call", ["wait_layer", "leave_load", "begin_load"])
+def test_a_device_that_fails_in_another_call_ends_the_load_too(
+    engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with monkeypatch.context() as patch:
+        fail_at(patch, engine.connector.loader, call, 0, RuntimeError)
+        load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+        load.wait(0)
+        assert not load.finish()
+    assert engine.flush()
+
+
+def test_an_error_of_ours_on_the_other_thread_is_no_success(
+    engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_at(monkeypatch, engine.connector.loader, "load_layer", 2, KeyError)
+    load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+    assert not load.finish()
+    assert "KeyError" in caplog.text
+    assert engine.flush()
+
+
+def test_a_batch_of_nothing_is_over_at_once(engine: CacheEngine, workers: Workers) -> None:
+    load = begin(engine, workers.submit)
+    load.wait(LAYERS - 1)
+    assert load.finish()
+    assert engine.flush()
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [torch.arange(23), torch.arange(24, dtype=torch.int32), torch.arange(24, device="meta")],
+    ids=["too few", "other numbers", "another device"],
+)
+def test_slots_that_do_not_fit_are_refused_and_nothing_is_taken_over(
+    engine: CacheEngine, workers: Workers, slots: torch.Tensor
+) -> None:
+    chunks = pinned(engine, ONE, INTO_ONE)
+    with pytest.raises(RequestError, match="slots is"):
+        begin(engine, workers.submit, PinnedChunks(chunks.keys, chunks.chunks, slots))
+    assert engine.stats()["pins"] == 3
+    engine.parts().storage.host.unpin(chunks.chunks)
+
+
+def test_loads_and_retrievals_take_turns(oracle: Oracle, engine: CacheEngine, workers: Workers) -> None:
+    for _ in range(3):
+        load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+        load.wait(LAYERS - 1)
+        assert load.finish()
+        *_, masks = engine.retrieve_batch([Request(OTHER, INTO_OTHER)])
+        assert masks[0].all()  # type: ignore[index, union-attr]
+        oracle.zero(INTO_ONE)
+    oracle.expect(OTHER, INTO_OTHER)
+    oracle.check()
+    assert engine.flush()
+
+
+def fail_at(
+    patch: pytest.MonkeyPatch, loader: Any, name: str, layer: int, error: type[BaseException]
+) -> None:
+    """Have a call raise, the first time that it comes to `layer`, and each time where it has none."""
+    call, failed = getattr(loader, name), []
+
+    def fail(*arguments: Any) -> Any:
+        layers = [argument for argument in arguments if isinstance(argument, int)]
+        if layers in ([], [layer]) and not failed:
+            failed.append(name)
+            raise error("the device fails")
+        return call(*arguments)
+
+    patch.setattr(loader, name, fail)
