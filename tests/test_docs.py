@@ -34,6 +34,7 @@ HOMES = {
     "InPlaceLoader": "lwkv.connectors.turned_load",
     "StorageManager": "lwkv.storage.manager",
     "Order": "lwkv.integrations.sglang.order",
+    "ModelStreams": "lwkv.integrations.sglang.order",
 }
 
 
