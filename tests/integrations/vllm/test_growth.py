@@ -95,10 +95,10 @@ def test_tokens_are_read_and_hashed_once_however_often_a_prompt_is_asked_for(has
     request: Any = SimpleNamespace(all_token_ids=ids, num_tokens=len(ids), num_prompt_tokens=len(ids))
     tracked = RequestState.follow(request, Chunking(CHUNK, False), "")
     for end in (3 * CHUNK, CHUNK, 7 * CHUNK + 1, 10 * CHUNK, 10 * CHUNK):
-        keys = tracked.keys(index, end)
+        keys = tracked.chunks.keys(index, end)
         assert keys[0] == key_module.chunk_keys(range(len(keys[0]) * CHUNK), CHUNK, "model")
     hashed.clear()
-    tracked.keys(index, 10 * CHUNK)
+    tracked.chunks.keys(index, 10 * CHUNK)
     assert (ids.read, hashed) == (10 * CHUNK, [])
 
 
@@ -110,7 +110,7 @@ def test_the_key_of_a_rest_stands_for_its_tokens_in_whatever_order_keys_are_aske
     tracked = RequestState.follow(request, Chunking(CHUNK, True), "")
     for end in (2 * CHUNK + 3, CHUNK + 1, 2 * CHUNK, CHUNK + 2, 3 * CHUNK + 3, 5 * CHUNK, CHUNK):
         wanted = key_module.chunk_keys(ids[:end], CHUNK, "model", partial=True)
-        assert tracked.keys(index, end) == [wanted]
+        assert tracked.chunks.keys(index, end) == [wanted]
 
 
 def test_what_was_given_out_stays_as_it_is_when_the_request_grows() -> None:
@@ -136,16 +136,16 @@ def test_a_waiting_request_is_looked_up_again_only_for_news_of_its_own_chunks() 
     index.introduce(INFO)
     request: Any = SimpleNamespace(all_token_ids=ids, num_tokens=len(ids))
     tracked = RequestState.follow(request, Chunking(CHUNK, False), "")
-    assert tracked.hit(index, CHUNK, 0) == 2 * CHUNK
+    assert tracked.found.hit(index, CHUNK, 0) == 2 * CHUNK
     shelf.asked.clear()
     for number in range(500):
         index.learn(RankReport(INFO, number, kept=[number.to_bytes(16, "big")]))
-        assert tracked.hit(index, CHUNK, 0) == 2 * CHUNK
+        assert tracked.found.hit(index, CHUNK, 0) == 2 * CHUNK
     assert shelf.asked == []
     index.learn(RankReport(INFO, 501, kept=[own[2].hash]))
-    assert tracked.hit(index, CHUNK, 0) == 3 * CHUNK
+    assert tracked.found.hit(index, CHUNK, 0) == 3 * CHUNK
     shelf.asked.clear()
     index.learn(RankReport(INFO, 502, dropped=[own[2].hash]))
     for number in range(500):  # more than is remembered
         index.learn(RankReport(INFO, number, kept=[number.to_bytes(16, "big")]))
-    assert tracked.hit(index, CHUNK, 0) == 2 * CHUNK
+    assert tracked.found.hit(index, CHUNK, 0) == 2 * CHUNK

@@ -235,7 +235,7 @@ def test_what_is_stored_after_a_reset_is_found_by_no_other_process() -> None:
         engine.scheduler.reset()
         request = ScriptedRequest("after", list(range(CHUNK)), 1)
         tracked = engine.scheduler._requests.follow(request)
-        keys += [tracked.keys(engine.scheduler.index, CHUNK)[0][0]]
+        keys += [tracked.chunks.keys(engine.scheduler.index, CHUNK)[0][0]]
         engine.close()
     assert len(set(keys)) == 2
 

@@ -32,6 +32,6 @@ class Moves:
         move = tracked.move(self._index, span, blocks, self._block_size)
         if self._events is not None and move.keys:
             lora = getattr(tracked.request, "lora_request", None)
-            keys = tracked.keys(self._index, span.num_tokens)[0]
+            keys = tracked.chunks.keys(self._index, span.num_tokens)[0]
             self._events.expect(move, keys, None if lora is None else str(lora.lora_name))
         return move

@@ -115,7 +115,7 @@ class SchedulerSide:
             self._begun.append(request.request_id)
         if request.request_id in self.waiting or tracked.choice is not None:
             # What lower tiers did not bring in time is computed, and is to be in host memory from then on.
-            tracked.forget_lower_tiers(num_loaded)
+            tracked.found.forget_lower_tiers(num_loaded)
         self._step_costs.note_load(tracked, num_loaded)
         tracked.begin(blocks, num_loaded)
         self._requests.wake(tracked)
@@ -123,7 +123,7 @@ class SchedulerSide:
     def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
         """By the name of a tier, how many of the tokens that a request is about to load come from it."""
         tracked = self._requests.find(request.request_id)
-        return {} if tracked is None else tracked.sources(num_loaded)
+        return {} if tracked is None else tracked.found.sources(num_loaded)
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """Whether `blocks`, of a request that has ended, must stay until a step has stored the rest of it."""

@@ -58,10 +58,10 @@ class Hits:
 
     def of(self, tracked: RequestState, num_local: int) -> int | None:
         """Tokens beyond the first `num_local` to load; None while the request is to wait."""
-        if self._prefetches and not tracked.look_up_aside(self._index, self._look_up):
+        if self._prefetches and not tracked.found.look_up_aside(self._index, self._look_up):
             return None
         # Looked up where nothing is loaded, too: what some tier has need not be stored again.
-        hit = tracked.hit(self._index, self._block_size, num_local)
+        hit = tracked.found.hit(self._index, self._block_size, num_local)
         if not self._loads or not wants_hits(tracked.request):
             return 0
         if hit and self._costs is not None:
@@ -86,31 +86,31 @@ class Hits:
 
     def _worth_loading(self, tracked: RequestState, hit: int, costs: Costs) -> int:
         """Of `hit` tokens those that come sooner than they are computed."""
-        chunks, num_tokens = tracked.chunks_of(hit), int(tracked.request.num_tokens)
+        chunks, num_tokens = tracked.found.chunks_of(hit), tracked.chunks.num_tokens
         waits = self._prefetches and not self._is_alone()
-        tiers, queued = tracked.tiers_of(chunks), self._waiting.num_coming
-        choice = costs.choose(tiers, tracked.num_local, num_tokens, queued, waits)
+        tiers, queued = tracked.found.tiers_of(chunks), self._waiting.num_coming
+        choice = costs.choose(tiers, tracked.found.num_local, num_tokens, queued, waits)
         tracked.choice = None
         if choice.num_chunks == len(chunks):
             return hit
         tracked.choice, end = choice, chunks.start + choice.num_chunks
         if choice.measures and self._prefetches and tiers[choice.num_chunks] != HOST:
-            self._waiting.measure(tracked.keys(self._index, num_tokens), end, self._most_prefetched())
-        return tracked.usable(end, self._block_size)
+            self._waiting.measure(tracked.chunks.keys(self._index, num_tokens), end, self._most_prefetched())
+        return tracked.found.usable(end, self._block_size)
 
     def _wait_or_load(self, tracked: RequestState, hit: int) -> int | None:
         """Of `hit` tokens those to load now; None while the request waits for some of them."""
-        request_id, chunks = tracked.request.request_id, tracked.chunks_of(hit)
-        if tracked.are_in_host(chunks):
+        request_id, chunks = tracked.request.request_id, tracked.found.chunks_of(hit)
+        if tracked.found.are_in_host(chunks):
             return hit
         if request_id not in self._waiting:
             if self._is_alone() or not self._most_prefetched():
                 return hit
-            keys = tracked.keys(self._index, int(tracked.request.num_tokens))
+            keys = tracked.chunks.keys(self._index, tracked.chunks.num_tokens)
             self._waiting.begin(request_id, keys, chunks.start, chunks.stop, self._most_prefetched())
             if self.waits(request_id):
                 return None
-        return min(hit, tracked.hit_in_host(self._block_size))
+        return min(hit, tracked.found.hit_in_host(self._block_size))
 
     def _most_prefetched(self) -> int:
         """Chunks that may be on their way, or pinned for waiting requests, at a time."""

@@ -31,7 +31,7 @@ class StepCosts:
         """Note what a request loads in the next step, and what was chosen not to be loaded."""
         if num_loaded:
             self._num_loading += num_loaded
-            self._loads_from_host &= tracked.are_in_host(tracked.chunks_of(num_loaded))
+            self._loads_from_host &= tracked.found.are_in_host(tracked.found.chunks_of(num_loaded))
         choice, tracked.choice = tracked.choice, None
         if choice is not None:
             self._counters.add("requests_cheaper_to_compute")

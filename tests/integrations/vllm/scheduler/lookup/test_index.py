@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
+from lwkv.integrations.vllm.scheduler.lookup.found_chunks import ASK_AGAIN_S
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
-from lwkv.integrations.vllm.scheduler.request_state import ASK_AGAIN_S, RequestState
+from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.transfer import Chunking
 
@@ -165,18 +166,18 @@ def test_lower_tiers_are_asked_again_for_a_waiting_request_after_news_or_a_while
     request: Any = SimpleNamespace(all_token_ids=TOKENS.tolist(), num_tokens=len(TOKENS))
     tracked = RequestState.follow(request, Chunking(CHUNK, False, 1), "")
     for _ in range(3):
-        assert tracked.hit(index, CHUNK, 0) == 2 * CHUNK
+        assert tracked.found.hit(index, CHUNK, 0) == 2 * CHUNK
     assert len(shelf.asked) == 8
     index.learn(RankReport(info(0), 1))  # no news
-    assert tracked.hit(index, CHUNK, 0) == 2 * CHUNK
+    assert tracked.found.hit(index, CHUNK, 0) == 2 * CHUNK
     assert len(shelf.asked) == 8
     index.learn(RankReport(info(0), 2, failed=hashes(0, 1)))
-    assert tracked.hit(index, CHUNK, 0) == CHUNK
+    assert tracked.found.hit(index, CHUNK, 0) == CHUNK
     assert len(shelf.asked) == 8 + 7
     index.clear()
     shelf.keys.clear()
-    assert tracked.hit(index, CHUNK, 0) == 0
+    assert tracked.found.hit(index, CHUNK, 0) == 0
     shelf.keys.update(chunk_keys(TOKENS, CHUNK, info(0).namespace)[:3])
-    assert tracked.hit(index, CHUNK, 0) == 0
+    assert tracked.found.hit(index, CHUNK, 0) == 0
     now[0] += ASK_AGAIN_S
-    assert tracked.hit(index, CHUNK, 0) == 3 * CHUNK
+    assert tracked.found.hit(index, CHUNK, 0) == 3 * CHUNK
