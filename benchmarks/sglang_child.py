@@ -1,7 +1,8 @@
 """One SGLang engine in a process of its own, driven by lines of JSON: the parent is `sglang_ttft`.
 
-Its argument is a JSON object of SGLang's engine arguments. Each line on stdin is a Question, each line on
-stdout an Answer; the first says that the engine is ready. What SGLang and lwkv print goes to stderr.
+Its argument is a JSON object of SGLang's engine arguments. Each line on stdin is a Question or a Load, each
+line on stdout an Answer or what was Served; the first says that the engine is ready. What SGLang and lwkv
+print goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,26 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
+from lwkv.benchmarks.sglang_load import Load, Question, Served, Server
 
 REST_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Two parts of random tokens, each from its seed; before it the cache may be flushed."""
-
-    prefix: int
-    prefix_seed: int
-    suffix: int
-    suffix_seed: int
-    flush: bool = False
-
-    def tokens(self, vocabulary: int) -> list[int]:
-        """Prefix and suffix, as many ids as they are long."""
-        parts = ((self.prefix_seed, self.prefix), (self.suffix_seed, self.suffix))
-        drawn = [np.random.default_rng(seed).integers(3, vocabulary, length) for seed, length in parts]
-        return [int(token) for token in np.concatenate(drawn)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +41,12 @@ def main() -> None:
     engine = sglang.Engine(**arguments)
     _send(answers, Answer(0.0, 0, 0.0, 0, 0))
     for line in sys.stdin:
-        _send(answers, _answer(engine, Question(**json.loads(line)), vocabulary))
+        asked = json.loads(line)
+        if "decoders" in asked:
+            server = Server(engine, Load(**asked), vocabulary)
+            _send(answers, engine.loop.run_until_complete(server.serve()))
+        else:
+            _send(answers, _answer(engine, Question(**asked), vocabulary))
     engine.shutdown()
 
 
@@ -84,7 +73,7 @@ def _flush(engine: Any) -> None:
         time.sleep(0.05)
 
 
-def _send(answers: Any, answer: Answer) -> None:
+def _send(answers: Any, answer: Answer | Served) -> None:
     answers.write(json.dumps(asdict(answer)) + "\n")
     answers.flush()
 

@@ -10,25 +10,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from lwkv.benchmarks.sglang_child import Answer, Question
+from lwkv.benchmarks.child import Child
+from lwkv.benchmarks.sglang_child import Answer
+from lwkv.benchmarks.sglang_findings import Case, call_table, served_table, table
+from lwkv.benchmarks.sglang_load import (
+    DECODED_PROMPT,
+    DECODED_TOKENS,
+    Load,
+    Question,
+    Served,
+)
 from lwkv.benchmarks.shapes import SHAPES, Shape
 from lwkv.benchmarks.vllm_ttft import write_model
 
-MODES = ("none", "hicache", "lwkv")
+MODES = ("plain", "hicache", "lwkv")
 PAGE = 64
 DEVICE_PROMPTS = 3
-"""Prompts that the device's cache holds; twice as many prefixes are visited in turn."""
+"""Prompts that the device's cache holds, beside the requests that decode."""
 VOCABULARY = 128000
 ON_THE_CPU = {
     "device": "cpu",
@@ -44,62 +51,57 @@ class Engine:
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lwkv.benchmarks.sglang_child", json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # SGLang kills its whole group where something goes wrong
-        )
-        self._receive()
+        self._child = Child(name, "lwkv.benchmarks.sglang_child", arguments, own_session=True)
 
     def ask(self, question: Question) -> Answer:
         """Raises RuntimeError where the engine has died."""
         # A GPU that has just worked hard is slower for a while.
         time.sleep(REST_S)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(question)) + "\n")
-        self._process.stdin.flush()
-        return self._receive()
+        return Answer(**self._child.ask(asdict(question)))
+
+    def serve(self, load: Load) -> Served:
+        """Raises RuntimeError where the engine has died."""
+        return Served(**self._child.ask(asdict(load)))
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _receive(self) -> Answer:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the engine {self.name!r} has ended; what it said is above")
-        return Answer(**json.loads(line))
-
-
-@dataclass
-class Case:
-    """What one engine did: milliseconds by kind of prompt, and what went wrong.
-
-    Kinds: "computed" is a prompt that is in no cache, "suffix" its new tokens alone, "device" a prompt whose
-    prefix is in the device's cache, "host" one whose prefix is in host memory.
-    """
-
-    mode: str
-    ms: dict[str, list[float]] = field(default_factory=dict)
-    same: dict[str, tuple[int, float]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    host_ms: list[dict[str, float]] = field(default_factory=list)
+        self._child.close()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: `repeats` prompts of each kind, `suffix` new tokens behind `prefix` cached ones."""
+    """What is measured: `repeats` prompts of each kind, `suffix` new tokens behind `prefix` cached ones.
+
+    Then, with `decoders`, prompts that arrive every `every_s` seconds for `seconds` while so many decode.
+    """
 
     prefix: int
     suffix: int
     repeats: int
+    decoders: int = 0
+    seconds: float = 8.0
+    every_s: float = 0.4
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        decoded = DECODED_PROMPT + DECODED_TOKENS if self.decoders else 0
+        return max(self.prefix + self.suffix, decoded)
+
+    @property
+    def device_tokens(self) -> int:
+        """What SGLang has room for on the device."""
+        pages = -(-DEVICE_PROMPTS * (self.prefix + self.suffix) // PAGE)
+        return pages * PAGE + self.decoders * (DECODED_PROMPT + DECODED_TOKENS)
+
+    @property
+    def num_prefixes(self) -> int:
+        """More than the device holds: visited in turn, each one is gone when it comes again."""
+        return max(2 * DEVICE_PROMPTS, self.device_tokens // max(self.prefix, 1) + 1)
+
+    def load(self) -> Load:
+        return Load(
+            self.decoders, self.seconds, self.every_s, self.prefix, self.suffix, self.num_prefixes + 2
+        )
 
     def measure(self, engine: Engine, case: Case) -> None:
         """Every kind of prompt, on an engine that has just started."""
@@ -111,11 +113,22 @@ class Plan:
         self._run(engine, case, "computed", [self._question(200 + i, 300 + i) for i in range(self.repeats)])
         engine.ask(self._question(400, 400, flush=True))
         self._run(engine, case, "device", [self._question(400, 401 + i) for i in range(self.repeats)])
-        if case.mode != "none":
+        if case.mode != "plain":
             self._measure_host(engine, case)
 
+    def serve(self, engine: Engine, case: Case) -> None:
+        """Prompts beside requests that decode, if there are to be any."""
+        if not self.decoders:
+            return
+        case.served = engine.serve(self.load())
+        cached = self.prefix // PAGE * PAGE
+        others = sum(tokens != cached for tokens in case.served.from_host)
+        if case.mode != "plain" and others:
+            count = len(case.served.from_host)
+            case.faults.append(f"beside requests that decode, {others} of {count} prompts were not loaded")
+
     def _measure_host(self, engine: Engine, case: Case) -> None:
-        prefixes = range(500, 500 + 2 * DEVICE_PROMPTS)
+        prefixes = range(500, 500 + self.num_prefixes)
         computed = engine.ask(self._question(500, 600, flush=True))
         for prefix in prefixes[1:]:
             engine.ask(self._question(prefix, 600))
@@ -157,7 +170,6 @@ def engine_arguments(
     cpu: bool = False,
 ) -> dict[str, Any]:
     """SGLang's arguments for one of MODES."""
-    longest = plan.prefix + plan.suffix
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -169,20 +181,24 @@ def engine_arguments(
         "dtype": str(shape.dtype).removeprefix("torch."),
         "page_size": PAGE,
         "mem_fraction_static": 0.5,
-        "max_total_tokens": -(-DEVICE_PROMPTS * longest // PAGE) * PAGE,
-        "context_length": longest + 64,
-        "chunked_prefill_size": 2 * longest,
-        "max_running_requests": 8,
+        "max_total_tokens": plan.device_tokens,
+        "context_length": plan.longest + 64,
+        "chunked_prefill_size": 2 * plan.longest,
+        "max_running_requests": plan.decoders + 8,
         "random_seed": 1,
         "log_level": "info",
         "vocabulary": VOCABULARY,
     }
     # Graphs of prefills are broken at attention, where the pool waits for its layers.
-    arguments |= (
-        {"disable_decode_cuda_graph": True, "cuda_graph_bs_prefill": [plan.suffix]}
-        if graphs
-        else {"disable_cuda_graph": True}
-    )
+    if graphs:
+        arguments["cuda_graph_bs_prefill"] = [plan.suffix]
+        # Requests that decode are of no interest in themselves: a few graphs do.
+        sizes = {1, plan.decoders // 2, plan.decoders} - {0}
+        arguments |= (
+            {"cuda_graph_bs_decode": sorted(sizes)} if plan.decoders else {"disable_decode_cuda_graph": True}
+        )
+    else:
+        arguments["disable_cuda_graph"] = True
     if cpu:
         arguments |= ON_THE_CPU
     if mode == "hicache":
@@ -208,32 +224,27 @@ def engine_arguments(
     return arguments
 
 
-def table(cases: Sequence[Case]) -> str:
-    """Medians in milliseconds."""
-    kinds = ("computed", "suffix", "device", "host")
-    lines = [f"| mode | {' | '.join(kinds)} | scheduler's thread |", "|---" * (len(kinds) + 2) + "|"]
-    for case in cases:
-        times = [f"{median(case.ms[kind]):.1f}" if kind in case.ms else "" for kind in kinds]
-        thread = f"{median(sum(batch.values()) for batch in case.host_ms):.2f}" if case.host_ms else ""
-        lines.append(f"| {case.mode} | {' | '.join(times)} | {thread} |")
-    return "\n".join(lines)
-
-
 def measure(mode: str, shape: Shape, plan: Plan, host_gib: float, **how: bool) -> Case:
     """Start one engine, and measure it; `how` are more arguments of `engine_arguments`."""
     case = Case(mode)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, shape, plan.prefix + plan.suffix)
+        write_model(folder, shape, plan.longest)
         times = folder / "times.json"
         engine = Engine(mode, engine_arguments(mode, folder, shape, plan, host_gib, times, **how))
         try:
             plan.measure(engine, case)
+            case.host_ms = _read_times(times)
+            plan.serve(engine, case)
+            case.host_ms_beside = _read_times(times)[len(case.host_ms) :]
         finally:
             engine.close()
-        if times.exists():
-            case.host_ms = json.loads(times.read_text())
     return case
+
+
+def _read_times(times: Path) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = json.loads(times.read_text()) if times.exists() else []
+    return found
 
 
 def main() -> int:
@@ -245,10 +256,14 @@ def main() -> int:
     parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
     parser.add_argument("--graphs", action="store_true", help="with breakable CUDA graphs for prefills")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, to try it out")
-    parser.add_argument("--host-gib", type=float, default=10.0, help="host memory of lwkv, and of HiCache")
+    parser.add_argument("--host-gib", type=float, default=16.0, help="host memory of lwkv, and of HiCache")
+    parser.add_argument("--decodes", type=int, default=0, help="requests that decode beside more prompts")
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long prompts arrive beside them")
+    parser.add_argument("--every", type=float, default=0.4, metavar="S", help="seconds between two of these")
     parser.add_argument("--output", type=Path, default=Path("sglang-ttft.json"))
     args = parser.parse_args()
-    plan, shape = Plan(args.prefix, args.suffix, args.repeats), SHAPES[args.shape]
+    shape = SHAPES[args.shape]
+    plan = Plan(args.prefix, args.suffix, args.repeats, args.decodes, args.seconds, args.every)
     cases: list[Case] = []
     for mode in args.modes.split(","):
         cases.append(measure(mode, shape, plan, args.host_gib, graphs=args.graphs, cpu=args.cpu))
@@ -261,7 +276,7 @@ def main() -> int:
         # After every engine: a run that is interrupted leaves the results so far.
         args.output.write_text(json.dumps(found, indent=1))
     wrong = [f"{case.mode}, {fault}" for case in cases for fault in case.faults]
-    print(table(cases))
+    print("\n\n".join(filter(None, (table(cases), call_table(cases), served_table(cases)))))
     print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
     return 1 if wrong else 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from lwkv.benchmarks.child import Child
 from lwkv.benchmarks.conversations import Conversations, Conversed
 from lwkv.benchmarks.shapes import SHAPES, Shape
 from lwkv.benchmarks.throttled_remote import installed_in
@@ -160,46 +160,20 @@ class Engine:
     def __init__(self, mode: str, arguments: dict[str, Any], packages: Path) -> None:
         begin = time.perf_counter()
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(packages)]))
-        self._mode = mode
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lwkv.benchmarks.vllm_load", json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path},
-        )
-        self._receive()
+        self._child = Child(mode, "lwkv.benchmarks.vllm_load", arguments, {"PYTHONPATH": path})
         self.start_s = time.perf_counter() - begin
 
     def serve(self, load: Load) -> Served:
         """Raises RuntimeError where the engine has died."""
-        return Served(**self._send(load))
+        return Served(**self._child.ask(asdict(load)))
 
     def converse(self, conversations: Conversations) -> Conversed:
         """Raises RuntimeError where the engine has died."""
-        found = self._send(conversations)
+        found = self._child.ask(asdict(conversations))
         return Conversed(**found | {"turns": [tuple(turn) for turn in found["turns"]]})
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _send(self, load: Load | Conversations) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(load)) + "\n")
-        self._process.stdin.flush()
-        return self._receive()
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the engine {self._mode!r} has ended; what it said is above")
-        return dict(json.loads(line))
+        self._child.close()
 
 
 @contextmanager

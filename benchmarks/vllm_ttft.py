@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lwkv.benchmarks.child import Child
 from lwkv.benchmarks.shapes import SHAPES, Shape
 from lwkv.benchmarks.vllm_child import Answer, Prompt
 
@@ -32,35 +32,14 @@ class Engine:
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lwkv.benchmarks.vllm_child", json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._receive()
+        self._child = Child(name, "lwkv.benchmarks.vllm_child", arguments)
 
     def ask(self, prompt: Prompt) -> Answer:
         """Raises RuntimeError where the engine has died."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(prompt)) + "\n")
-        self._process.stdin.flush()
-        return self._receive()
+        return Answer(**self._child.ask(asdict(prompt)))
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _receive(self) -> Answer:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the engine {self.name!r} has ended; what it said is above")
-        return Answer(**json.loads(line))
+        self._child.close()
 
 
 @dataclass

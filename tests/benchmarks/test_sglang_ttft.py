@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from lwkv.benchmarks import sglang_ttft
-from lwkv.benchmarks.sglang_child import Answer, Question
-from lwkv.benchmarks.sglang_ttft import PAGE, Case, Plan, engine_arguments, table
+from lwkv.benchmarks.sglang_child import Answer
+from lwkv.benchmarks.sglang_findings import Case, call_table, served_table, table
+from lwkv.benchmarks.sglang_load import Load, Question, Served
+from lwkv.benchmarks.sglang_ttft import PAGE, Plan, engine_arguments
 from lwkv.benchmarks.shapes import TINY
 
 
@@ -55,7 +57,7 @@ def test_every_kind_of_prompt_comes_from_where_it_should() -> None:
 
 
 def test_without_host_memory_there_are_no_host_hits() -> None:
-    case = measured("none", Cache(has_host=False))
+    case = measured("plain", Cache(has_host=False))
     assert case.faults == []
     assert "host" not in case.ms
 
@@ -75,11 +77,49 @@ def test_the_table_has_medians_and_the_time_of_the_schedulers_thread() -> None:
     assert table([case]).splitlines()[-1] == "| lwkv |  |  |  | 2.0 | 0.50 |"
 
 
+def test_the_calls_and_what_was_served_have_tables_of_their_own() -> None:
+    served = Served([20.0, 10.0, 30.0], [1.0, 9.0], decoded=100, seconds=4.0)
+    batches = [{"lookup": 0.25}, {"lookup": 0.75, "load": 0.5}]
+    case = Case("lwkv", served=served, host_ms=batches[:1], host_ms_beside=batches)
+    assert call_table([case]).splitlines() == [
+        "lwkv, alone: lookup 0.250",
+        "lwkv, beside requests: load 0.250, lookup 0.500",
+    ]
+    assert served_table([case]).splitlines()[-1] == "| lwkv | 20.0 | 30.0 | 9.0 | 9.0 | 9.0 | 25 | 0.75 |"
+    assert served_table([Case("lwkv")]) == call_table([Case("plain")]) == ""
+
+
+class Serving:
+    """An engine that loads all prompts but the first few."""
+
+    def __init__(self, misses: int) -> None:
+        self.misses = misses
+
+    def serve(self, load: Load) -> Served:
+        tokens = [load.prefix] * len(load.arriving())
+        return Served(from_host=[0] * self.misses + tokens[self.misses :])
+
+
+@pytest.mark.parametrize(("misses", "faults"), [(0, []), (3, ["3 of 20 prompts were not loaded"])])
+def test_prompts_beside_requests_that_were_not_loaded_are_a_fault(misses: int, faults: list[str]) -> None:
+    case, plan = Case("lwkv"), Plan(8192, 256, 3, decoders=16)
+    plan.serve(Serving(misses), case)  # type: ignore[arg-type]
+    assert [fault.split(", ")[1] for fault in case.faults] == faults
+
+
+@pytest.mark.parametrize("decoders", [0, 16])
+def test_more_prefixes_are_visited_than_the_device_holds(decoders: int) -> None:
+    plan = Plan(8192, 256, 3, decoders)
+    assert plan.num_prefixes * plan.prefix > plan.device_tokens
+    seeds = [question.prefix_seed for question in plan.load().arriving()]
+    assert seeds[: plan.num_prefixes] == sorted(set(seeds))[: plan.num_prefixes]
+
+
 @pytest.mark.parametrize("mode", sglang_ttft.MODES)
 def test_only_what_a_mode_is_about_differs_in_the_engines_arguments(mode: str, tmp_path: Path) -> None:
     def arguments(mode: str) -> dict[str, Any]:
         return engine_arguments(mode, tmp_path, TINY, Plan(8192, 256, 3), 2.0, tmp_path / "times")
 
-    plain, other = arguments("none"), arguments(mode)
+    plain, other = arguments("plain"), arguments(mode)
     assert plain.items() <= other.items()
     assert plain["max_total_tokens"] >= 2 * (8192 + 256)
