@@ -51,7 +51,7 @@ class LWKVLinker(UnifiedCacheLinker):
         drafts = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
         described = describe(pool, drafts, server_args, rank)
         engine = CacheEngine.create(
-            settings.config,
+            settings,
             described.metadata,
             described.caches,
             engine="sglang",

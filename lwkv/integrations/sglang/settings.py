@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
+
+from lwkv.config.conflicts import Conflict
 from lwkv.config.settings import Config
-from lwkv.errors import ConfigError
+from lwkv.config.values import Allowed, Flag
 
-FLUSH_KEY = "on_flush"
-FORGET, KEEP = "forget", "keep"
+NOT_KNOWN = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a user sets for the linker.
+class Settings(Config):
+    """lwkv's configuration in SGLang, whose chunks are SGLang's pages.
+
+    Layer by layer is the default here, other than elsewhere: SGLang's pool waits for each layer.
 
     Attributes:
-        config: lwkv's configuration; a chunk is a page of SGLang.
-        forgets: whether a flush of SGLang's cache also makes lwkv forget what it has: the weights may be new.
+        page_size: SGLang's, in tokens.
     """
 
-    config: Config
-    forgets: bool
+    page_size: ClassVar[int] = NOT_KNOWN
+
+    use_layerwise: Flag = Field(True, description="Load and save layer by layer while the model computes.")
+    on_flush: Annotated[Literal["forget", "keep"], Allowed("text", "forget or keep")] = Field(
+        "forget", description="Whether a flush of SGLang's cache makes lwkv forget: the weights may be new."
+    )
+
+    @property
+    def forgets(self) -> bool:
+        return self.on_flush == "forget"
+
+    def _more_conflicts(self) -> Iterator[Conflict]:
+        if self.page_size and self.chunk_size != self.page_size:
+            yield (
+                ("chunk_size",),
+                f"SGLang's page is {self.page_size} tokens, and it gives lwkv pages one by one, from "
+                f"anywhere in a prompt: allowed is {self.page_size}; leave it out, or change --page-size",
+            )
+        if not self.use_layerwise:
+            yield ("use_layerwise",), "SGLang's pool waits for each layer: allowed is true; leave it out"
+        if not self.local_cpu:
+            yield ("local_cpu",), "SGLang loads only what is in host memory: allowed is true; leave it out"
+        if self.save_unfull_chunk:
+            yield ("save_unfull_chunk",), "SGLang caches whole pages: allowed is false; leave it out"
+        if self.enable_blending:
+            advice = (
+                "SGLang's models cannot recompute some tokens of a prompt: allowed is false; leave it out"
+            )
+            yield ("enable_blending",), advice
 
 
 def read_settings(extra: Mapping[str, object], page_size: int) -> Settings:
@@ -31,47 +60,12 @@ def read_settings(extra: Mapping[str, object], page_size: int) -> Settings:
     Raises:
         ConfigError: as Config, and for what cannot work in SGLang.
     """
+
+    class SettingsOfPages(Settings):
+        pass
+
+    SettingsOfPages.page_size = page_size
     arguments = dict(extra)
-    on_flush = arguments.pop(FLUSH_KEY, FORGET)
-    if on_flush not in (FORGET, KEEP):
-        raise ConfigError(f"{FLUSH_KEY}: got {on_flush!r}; allowed: {FORGET!r} or {KEEP!r}")
-    config = Config.load(None, **arguments)
-    for name, value in (("chunk_size", page_size), ("use_layerwise", True)):
-        if name not in config.model_fields_set:
-            arguments[name] = value
-    config = Config.load(None, **arguments)
-    _refuse(config, page_size)
-    return Settings(config, on_flush == FORGET)
-
-
-def _refuse(config: Config, page_size: int) -> None:
-    """Raise ConfigError for what SGLang leaves no room for."""
-    wrong = [
-        text
-        for holds, text in (
-            (
-                config.chunk_size == page_size,
-                f"chunk_size: got {config.chunk_size}; allowed: {page_size}, SGLang's page: it gives lwkv "
-                "pages one by one, from anywhere in a prompt. Leave it out, or change --page-size",
-            ),
-            (
-                config.use_layerwise,
-                "use_layerwise: got False; allowed: True. SGLang's pool waits for each layer",
-            ),
-            (
-                config.local_cpu,
-                "local_cpu: got False; allowed: True. SGLang loads only what is in host memory",
-            ),
-            (
-                not config.save_unfull_chunk,
-                "save_unfull_chunk: got True; allowed: False. SGLang caches whole pages",
-            ),
-            (
-                not config.enable_blending,
-                "enable_blending: got True; allowed: False. SGLang's models cannot recompute some tokens",
-            ),
-        )
-        if not holds
-    ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    if Settings.sources(None, **extra)["chunk_size"] == "default":
+        arguments["chunk_size"] = page_size
+    return SettingsOfPages.load(None, **arguments)

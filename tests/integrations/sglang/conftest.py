@@ -15,7 +15,7 @@ PAGE = 4
 
 @pytest.fixture
 def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., FakeSGLang]]:
-    """Makes a worker: the form of its pool, the size of a page, and settings of `Oracle.engine`."""
+    """Makes a worker: its pool's form, a page's size, layers of drafts, and settings of `Oracle.engine`."""
     made: list[FakeSGLang] = []
 
     def make(
@@ -25,15 +25,17 @@ def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., Fak
         forgets: bool = True,
         num_ranks: int = 1,
         stream: bool = True,
+        drafts: int = 0,
+        dtype: torch.dtype = torch.float32,
         **settings: Any,
     ) -> FakeSGLang:
         # Pages of the tensor are SGLang's only where heads come first in it.
-        oracle = Oracle(platform, device, form, Dims(blocks=device_pages, block_size=page))
+        oracle = Oracle(platform, device, form, Dims(3 + drafts, device_pages, page, dtype=dtype))
         engine = oracle.engine(page, **{"pages": 3 * 64, **settings})
         forward = platform.new_stream(device) if stream else None
         if platform.name == "cpu" and forward is not None:
             forward.late = True  # nothing of the model is done before somebody waits for it
-        made.append(FakeSGLang(oracle, engine, forward, num_ranks, forgets))
+        made.append(FakeSGLang(oracle, engine, forward, num_ranks, forgets, drafts))
         return made[-1]
 
     yield make

@@ -64,11 +64,13 @@ class FakeSGLang:
         stream: Any = None,
         num_ranks: int = 1,
         forgets: bool = True,
+        drafts: int = 0,
     ) -> None:
         self.oracle, self.engine, self.platform = oracle, engine, oracle.platform
         self.page = engine.config.chunk_size
         self.stream = stream or self.platform.current_stream(oracle.device)
-        self.link = CacheLink(engine, oracle.dims.layers, num_ranks, stream, forgets)
+        self.target_layers = oracle.dims.layers - drafts
+        self.link = CacheLink(engine, self.target_layers, num_ranks, stream, forgets)
         self.counter = self.link.layer_counter
         self.free = list(range(oracle.dims.slots // self.page - 1, 0, -1))
         self.tree: OrderedDict[str, int] = OrderedDict()
@@ -128,7 +130,8 @@ class FakeSGLang:
         self.counter.set_consumer(index)
         with self.platform.use_stream(self.stream):
             for layer in range(self.oracle.dims.layers):
-                for _ in range(waits):
+                # Drafts compute behind the target, and wait for nothing of their own.
+                for _ in range(waits if layer < self.target_layers else 0):
                     self.counter.wait_until(layer)
                 for prompt in batch:
                     self._compute(prompt, layer)

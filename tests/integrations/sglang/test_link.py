@@ -35,6 +35,25 @@ def test_what_was_given_away_comes_back_in_every_layer(make: Make, form: str, pa
     sglang.oracle.check()
 
 
+@pytest.mark.parametrize("form", ["sglang_kv", "sglang_kv_hnd", "sglang_mla"])
+def test_rows_of_a_byte_come_back(make: Make, form: str) -> None:
+    """SGLang keeps FP8 as uint8."""
+    sglang = make(form, dtype=torch.uint8)
+    sglang.run(A)
+    sglang.evict()
+    (again,) = sglang.run(A)
+    assert again.from_host == 5
+
+
+@pytest.mark.parametrize("form", ["sglang_kv", "sglang_kv_hnd", "sglang_mla"])
+def test_layers_of_draft_models_come_back_with_the_last_of_the_target(make: Make, form: str) -> None:
+    sglang = make(form, drafts=2)
+    sglang.run(A, B)
+    sglang.evict()
+    one, other = sglang.run(A, B)
+    assert (one.from_host, other.from_host) == (5, 5)
+
+
 def test_only_what_the_device_lacks_is_asked_for_and_loaded(make: Make) -> None:
     sglang = make()
     sglang.run(A)

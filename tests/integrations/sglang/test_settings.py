@@ -12,8 +12,8 @@ from lwkv.integrations.sglang.versions import check_version
 
 def test_a_chunk_is_a_page_and_layers_come_one_by_one_unless_the_user_says_otherwise() -> None:
     settings = read_settings({"max_local_cpu_size": 2}, 64)
-    assert (settings.config.chunk_size, settings.config.use_layerwise) == (64, True)
-    assert settings.config.max_local_cpu_size == 2
+    assert (settings.chunk_size, settings.use_layerwise) == (64, True)
+    assert settings.max_local_cpu_size == 2
     assert settings.forgets
 
 
@@ -21,7 +21,7 @@ def test_a_file_and_the_environment_are_read_too(tmp_path: Path, monkeypatch: py
     (tmp_path / "lwkv.yaml").write_text("max_local_cpu_size: 3\nload_timeout_s: 7\n")
     monkeypatch.setenv("LWKV_CONFIG_FILE", str(tmp_path / "lwkv.yaml"))
     monkeypatch.setenv("LWKV_MAX_LOCAL_CPU_SIZE", "4")
-    config = read_settings({}, 16).config
+    config = read_settings({}, 16)
     assert (config.max_local_cpu_size, config.load_timeout_s, config.chunk_size) == (4, 7, 16)
 
 
@@ -32,11 +32,11 @@ def test_a_flush_can_leave_what_is_cached() -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"chunk_size": 256}, "chunk_size: got 256; allowed: 16"),
-        ({"use_layerwise": False}, "use_layerwise: got False"),
-        ({"local_cpu": False, "remote_url": "valkey://localhost:6379"}, "local_cpu: got False"),
-        ({"save_unfull_chunk": True}, "save_unfull_chunk: got True"),
-        ({"on_flush": "no"}, "on_flush: got 'no'; allowed: 'forget' or 'keep'"),
+        ({"chunk_size": 256}, r"chunk_size=256 \(argument\): SGLang's page is 16 tokens.*allowed is 16"),
+        ({"use_layerwise": False}, "use_layerwise=False"),
+        ({"local_cpu": False, "remote_url": "valkey://localhost:6379"}, "local_cpu=False"),
+        ({"save_unfull_chunk": True}, "save_unfull_chunk=True"),
+        ({"on_flush": "no"}, "on_flush: got 'no'.*allowed: forget or keep"),
         ({"chunksize": 16}, "chunksize"),
     ],
 )
@@ -47,11 +47,25 @@ def test_what_cannot_work_is_refused_with_the_value_and_what_is_allowed(
         read_settings(extra, 16)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lwkv.yaml").write_text("chunk_size: 8\nmax_local_disk_size: much\n")
+    monkeypatch.setenv("LWKV_CONFIG_FILE", str(tmp_path / "lwkv.yaml"))
+    monkeypatch.setenv("LWKV_ENABLE_BLENDING", "true")
+    wrong = {
+        "on_flush": "never",
+        "use_layerwise": False,
+        "local_cpu": False,
+        "save_unfull_chunk": True,
+        "max_local_cpu_size": -1,
+        "local_dsk": "/tmp",
+    }
     with pytest.raises(ConfigError) as error:
-        read_settings({"chunk_size": 8, "use_layerwise": False}, 16)
-    assert "chunk_size" in str(error.value)
-    assert "use_layerwise" in str(error.value)
+        read_settings(wrong, 16)
+    text = str(error.value)
+    for name in (*wrong, "chunk_size", "max_local_disk_size", "enable_blending"):
+        assert name in text, name
+    assert "lwkv.yaml" in text
+    assert "LWKV_ENABLE_BLENDING" in text
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23+cpu"])
