@@ -33,7 +33,9 @@ from lwkv.platforms.host_limits import read_limits
 from lwkv.pool.host_pool import HostPool
 from lwkv.pool.memory_limits import check_memory
 from lwkv.request import AnyRequest, Request, check_loads, check_stores
+from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.storage import StorageManager, Tier, TierSetup
+from lwkv.storage.host_tier import HostChunks
 from lwkv.storage.registry import open_tiers
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_level import follow_log_level
@@ -96,14 +98,13 @@ class CacheEngine:
         names = [layer.name for layer in connector.layers]
         self.namespace = make_namespace(registered, config.chunk_size, connector.page_format, names)
         self._prompt_keys = PromptKeys(self.namespace, self._chunking)
-        check_memory(config, read_limits())
         counters = Counters()
         # Where the host is the device nothing is page-locked, and slabs cost nothing.
         self._locks_ahead = connector.platform.device_type != "cpu"
-        self._pool = self._make_pool(counters)
+        self._pool, host = self._open_host_memory(counters)
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
         use_device = partial(connector.platform.set_device, connector.device)
-        self._storage = self._make_storage(tiers, counters, use_device)
+        self._storage = self._make_storage(tiers, counters, use_device, host)
         self.tier_names = self._storage.tier_names
         self._closed = self._ended = False
         with ExitStack() as undo:
@@ -326,22 +327,30 @@ class CacheEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_pool(self, counters: Counters) -> HostPool:
-        config, connector = self.config, self.connector
-        pool = HostPool(
-            connector.platform,
-            connector.page_bytes,
-            config.max_host_bytes,
-            config.slab_bytes,
-            counters,
-            on_demand=not self._locks_ahead,
-        )
-        pool.require_chunk(self.num_layers)
-        pool.reserve(config.reserve_bytes)
-        return pool
+    def _open_host_memory(self, counters: Counters) -> tuple[HostPool, HostChunks | None]:
+        """The pages, in this process or of a node, and in the latter case what knows of their chunks."""
+        config, platform, page_bytes = self.config, self.connector.platform, self.connector.page_bytes
+        host: HostChunks | None = None
+        if config.host_memory is None:
+            check_memory(config, read_limits())
+            on_demand = not self._locks_ahead
+            pool = HostPool(
+                platform, page_bytes, config.max_host_bytes, config.slab_bytes, counters, on_demand=on_demand
+            )
+        else:
+            timeout_s = config.extra_config.host_memory_timeout_s
+            pool, host = open_node_memory(
+                config.host_memory, platform, page_bytes, timeout_s, counters, self._locks_ahead
+            )
+        with ExitStack() as undo:
+            undo.callback(pool.close)
+            pool.require_chunk(self.num_layers)
+            pool.reserve(config.reserve_bytes)
+            undo.pop_all()
+        return pool, host
 
     def _make_storage(
-        self, tiers: Sequence[Tier], counters: Counters, use_device: Callable[[], None]
+        self, tiers: Sequence[Tier], counters: Counters, use_device: Callable[[], None], host: HostChunks | None
     ) -> StorageManager:
         config, connector = self.config, self.connector
         setup = TierSetup(config, self.num_layers, connector.page_bytes, connector.page_format, counters)
@@ -355,6 +364,7 @@ class CacheEngine:
             keep_in_host=config.local_cpu,
             write_back=config.write_policy == "write_back",
             check=PageCheck(connector.codec, connector.layers, self._pool).whole,
+            host=host,
         )
 
     def _gauges(self) -> dict[str, int]:

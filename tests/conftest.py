@@ -18,6 +18,7 @@ IN_ENGINES = (("--vllm", "in_vllm", "vLLM"), ("--sglang", "in_sglang", "SGLang")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="device type to test on; one that is not there fails")
     parser.addoption("--soak", type=float, default=0.5, metavar="MINUTES", help="how long the soak test runs")
+    parser.addoption("--kills", type=int, default=6, help="processes killed in each test of a node's memory")
     for option, folder, package in IN_ENGINES:
         text = f"the tests in tests/integrations/{folder}, which need {package}"
         parser.addoption(option, action="store_true", help=text)

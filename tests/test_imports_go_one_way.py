@@ -21,7 +21,7 @@ ORDER: list[set[str]] = [
     {"integrations"},
     {"steps"},
     {"engine"},
-    {"pipeline"},
+    {"pipeline", "shared_host"},
     {"connectors", "storage"},
     {"codecs"},
     {"kernels", "pool", "request"},

@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": ("lwkv.cli.demo.command", "Run a small model with its KV cache loaded and saved layer by layer"),
     "inspect": ("lwkv.cli.inspect", "Tell what is in the folder of a disk tier, check it, clean it up"),
     "blend-demo": ("lwkv.cli.demo.blend.command", "Blend documents that a small model has cached one by one"),
+    "host": ("lwkv.cli.host", "Own host memory that the engines of this machine share"),
     "bench": ("lwkv.benchmarks.command", "Measure loads, saves and their overlap against the link itself"),
 }
 

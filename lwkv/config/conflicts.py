@@ -22,6 +22,7 @@ class Settings(Protocol):
     blend_check_layers: tuple[int, ...] | None
     blend_recompute_ratios: tuple[float, ...] | None
     local_cpu: bool
+    host_memory: str | None
     local_disk: str | None
     remote_url: str | None
     write_policy: Literal["write_through", "write_back"]
@@ -108,6 +109,9 @@ def _tiers(config: Settings) -> Iterator[Conflict]:
             "local_cpu to true"
         )
         yield ("write_policy", "local_cpu"), advice
+    if config.host_memory and not config.local_cpu:
+        advice = "what is in the memory of a node is kept there; set local_cpu to true"
+        yield ("host_memory", "local_cpu"), advice
     if config.local_disk and config.max_disk_bytes == 0:
         yield ("local_disk", "max_local_disk_size"), "give the disk tier a size above 0"
     if not (config.local_cpu or config.local_disk or config.remote_url):

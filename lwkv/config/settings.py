@@ -42,6 +42,7 @@ from lwkv.config.values import (
     RemoteURL,
     Seconds,
     Separator,
+    SocketPath,
     WritePolicy,
 )
 from lwkv.errors import ConfigError
@@ -72,6 +73,11 @@ class Config(BaseSettings):
     )
     max_local_cpu_size: PositiveGiB = Field(
         5.0, description="Most host memory for pages, kept or passing through."
+    )
+    host_memory: SocketPath = Field(
+        None,
+        description="Socket of `lwkv host`, whose memory the engines of a machine share; null for memory of "
+        "this process alone.",
     )
     local_disk: DiskPath = Field(None, description="Folder of the disk tier; null for none.")
     max_local_disk_size: GiB = Field(0.0, description="Most disk space for pages; needed with local_disk.")

@@ -141,6 +141,11 @@ DiskPath = Annotated[
     BeforeValidator(_disk_path),
     Allowed("text", "null, a folder such as /var/cache/lwkv, or file:///var/cache/lwkv"),
 ]
+SocketPath = Annotated[
+    Annotated[str, Field(strict=True, max_length=107)] | None,
+    BeforeValidator(_disk_path),
+    Allowed("text", "null, or a path of at most 107 characters such as /run/lwkv/host.sock"),
+]
 RemoteURL = Annotated[
     _Text | None,
     BeforeValidator(_remote_url),
@@ -185,6 +190,11 @@ class ExtraConfig(BaseModel):
     slab_bytes: Count = Field(
         default=256 << 20,
         description="Bytes of host memory that are page-locked at a time.",
+    )
+    host_memory_timeout_s: Seconds = Field(
+        default=0.25,
+        description="Longest wait for the owner of host_memory; after that nothing is found in it until it "
+        "answers.",
     )
     reserve_gib: GiB = Field(
         default=0.0,

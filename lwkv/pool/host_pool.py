@@ -26,6 +26,11 @@ FIRST_REST_S = 1.0
 MOST_REST_S = 64.0
 
 
+def page_stride(page_bytes: int) -> int:
+    """Bytes from the start of a page of `page_bytes` usable bytes to that of the next."""
+    return -(-page_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+
 class HostPool:
     """Pages of page-locked host memory, numbered from 0; slabs are added up to `max_bytes`.
 
@@ -63,7 +68,7 @@ class HostPool:
     ) -> None:
         self._platform = platform
         self.page_bytes = page_bytes
-        self.page_stride = -(-page_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        self.page_stride = page_stride(page_bytes)
         self.max_pages = max_bytes // self.page_stride
         if self.max_pages == 0:
             raise ConfigError(

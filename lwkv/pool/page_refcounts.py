@@ -52,6 +52,20 @@ class PageRefcounts:
         self.num_free -= count
         return pages
 
+    def add(self, pages: Int64s) -> None:
+        """Add one reference to each of `pages`, each named once, in use or not."""
+        self.num_free -= int(np.count_nonzero(self._counts[pages] == 0))
+        self._counts[pages] += 1
+
+    def free_below(self, end: int) -> Int64s:
+        """The free pages below page `end`, int64 (pages,)."""
+        free: Int64s = (self._counts[:-1][: max(0, end)] == 0).nonzero()[0]
+        return free
+
+    def are_used(self, first: int, end: int) -> bool:
+        """Whether any of the pages [first, end) has a reference."""
+        return bool(self._counts[first:end].any())
+
     def shared(self, pages: Int64s) -> npt.NDArray[np.bool_]:
         """Which of `pages`, of any shape, have several references."""
         several: npt.NDArray[np.bool_] = self._counts[pages] > 1

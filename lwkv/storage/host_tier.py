@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
-from lwkv.pool.host_pool import HostPool
 from lwkv.storage.prefix_order import PrefixOrder, parents_of
 
 CHUNKS_AT_A_TIME = 32
@@ -34,6 +34,51 @@ class Watcher(Protocol):
     def dropped(self, keys: Sequence[ChunkKey]) -> None: ...
 
 
+class PageCounts(Protocol):
+    """What the tier asks of the pages; see HostPool."""
+
+    def shared(self, pages: Int64s) -> npt.NDArray[np.bool_]: ...
+
+    def release(self, pages: Int64s) -> None: ...
+
+
+class HostChunks(Protocol):
+    """A host tier: HostTier, or that of a node (lwkv.shared_host.client.tier) with the same contract."""
+
+    watcher: Watcher | None
+
+    def __len__(self) -> int: ...
+
+    @property
+    def pins(self) -> int: ...
+
+    @property
+    def evicted(self) -> int: ...
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]: ...
+
+    def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]: ...
+
+    def use(self, keys: Sequence[ChunkKey]) -> None: ...
+
+    def unpin(self, chunks: Sequence[Chunk]) -> None: ...
+
+    def insert(
+        self,
+        keys: Sequence[ChunkKey],
+        chunks: Sequence[Chunk],
+        parents: Sequence[ChunkKey | None] | None = None,
+    ) -> None: ...
+
+    def is_settled(self) -> bool: ...
+
+    def evictable(self) -> int: ...
+
+    def evict(self, num_pages: int) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class HostTier:
     """Complete chunks in the host pool. They are evicted in PrefixOrder: a prompt's last chunk first.
 
@@ -41,7 +86,7 @@ class HostTier:
     all. A pinned chunk is never evicted, nor one whose pages a lower tier still reads. Thread-safe.
     """
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: PageCounts) -> None:
         self._pool = pool
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._order: PrefixOrder[ChunkKey] = PrefixOrder()
@@ -134,6 +179,10 @@ class HostTier:
                 self.watcher.kept(keys)
         self._release(surplus)
 
+    def is_settled(self) -> bool:
+        """Whether all that was inserted can be found."""
+        return True
+
     def evictable(self) -> int:
         """How many pages `evict` could free; looks at every chunk."""
         with self._lock:
@@ -176,8 +225,9 @@ class HostTier:
         unpinned = (item for item in in_order if not item[1].pins)
         # Many at a time: the pool is asked, and its lock taken, once for all of them.
         while some := list(islice(unpinned, CHUNKS_AT_A_TIME)):
-            pages = np.concatenate([chunk.pages for _, chunk in some]).reshape(len(some), -1)
-            is_read = np.logical_or.reduce(self._pool.shared(pages), axis=1)
+            starts = [0, *accumulate(len(chunk.pages) for _, chunk in some[:-1])]
+            shared = self._pool.shared(np.concatenate([chunk.pages for _, chunk in some]))
+            is_read = np.logical_or.reduceat(shared, starts)
             yield from (key for (key, _), read in zip(some, is_read, strict=True) if not read)
 
     def _take_unpinned(self) -> list[Int64s]:

@@ -18,7 +18,7 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Check, Guard, all_whole
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
-from lwkv.storage.host_tier import Chunk, HostTier
+from lwkv.storage.host_tier import Chunk, HostChunks, HostTier
 from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.prefix_order import parents_of
 from lwkv.storage.prompt_part import PromptPart, prompt_parts
@@ -45,6 +45,7 @@ class StorageManager:
         keep_in_host: False where pages only pass through host memory, to and from lower tiers.
         write_back: when lower tiers get chunks, see LowerTiers.
         check: of what lower tiers bring, see Guard.
+        host: which chunks are in `pool`; None for those that this manager puts there.
 
     Attributes:
         most_chunks: that host memory has room for; no more are found of a prompt.
@@ -62,8 +63,9 @@ class StorageManager:
         keep_in_host: bool = True,
         write_back: bool = False,
         check: Check = all_whole,
+        host: HostChunks | None = None,
     ) -> None:
-        self.host = HostTier(pool)
+        self.host: HostChunks = HostTier(pool) if host is None else host
         self.frozen = False
         self._pool = pool
         self._num_layers = num_layers
@@ -216,8 +218,11 @@ class StorageManager:
         return self._growth.wait_idle(timeout_s)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Block until lower tiers have all chunks; False as LowerTiers.flush."""
-        return self.lower.flush(timeout_s)
+        """Block until lower tiers have all chunks, and whoever shares host memory can find them.
+
+        False as LowerTiers.flush, or where the owner of host memory does not answer."""
+        is_flushed = self.lower.flush(timeout_s)
+        return self.host.is_settled() and is_flushed
 
     def unread_tiers(self) -> dict[str, float]:
         """Lower tiers that loads skip now, and until when by the clock; see Guard.unread_until."""

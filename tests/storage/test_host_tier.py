@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -9,24 +12,56 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from shared_host.owners import owner_at, watched_node
 from storage.rig import PAGE_BYTES, key, keys
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.cpu import CPU
+from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
+from lwkv.shared_host.protocol import pack_keys
 from lwkv.storage import Chunk, HostTier
+from lwkv.storage.host_tier import HostChunks
+from lwkv.storage.prefix_order import PrefixOrder
 
 NUM_LAYERS = 2
 
 
 @pytest.fixture
-def pool() -> HostPool:
+def own_pool() -> HostPool:
     return HostPool(CPU(), PAGE_BYTES, 20 * 4096, 6 * 4096)
 
 
 @pytest.fixture
-def host(pool: HostPool) -> HostTier:
-    return HostTier(pool)
+def own_host(own_pool: HostPool) -> HostTier:
+    return HostTier(own_pool)
+
+
+@pytest.fixture(params=["of the process", "of a node"])
+def host_and_pool(
+    request: Any, own_host: HostTier, own_pool: HostPool, tmp_path: Path
+) -> Iterator[tuple[HostChunks, HostPool]]:
+    """Host memory of both kinds, of the same size, with one contract."""
+    if request.param == "of the process":
+        yield own_host, own_pool
+    else:
+        with owner_at(tmp_path / "host.sock", 20) as owner, watched_node(owner, PAGE_BYTES) as node:
+            yield node
+
+
+@pytest.fixture
+def host(host_and_pool: tuple[HostChunks, HostPool]) -> HostChunks:
+    return host_and_pool[0]
+
+
+@pytest.fixture
+def pool(host_and_pool: tuple[HostChunks, HostPool]) -> HostPool:
+    return host_and_pool[1]
+
+
+def same(chunk: Chunk | None, other: Chunk | None) -> bool:
+    """Whether both are the same pages."""
+    return chunk is not None and other is not None and chunk.pages.tolist() == other.pages.tolist()
 
 
 def make_chunk(pool: HostPool) -> Chunk:
@@ -35,18 +70,27 @@ def make_chunk(pool: HostPool) -> Chunk:
     return Chunk(pages)
 
 
-def insert(host: HostTier, pool: HostPool, *numbers: int) -> list[Chunk]:
+def insert(host: HostChunks, pool: HostPool, *numbers: int) -> list[Chunk]:
     chunks = [make_chunk(pool) for _ in numbers]
     host.insert(keys(*numbers), chunks)
     return chunks
 
 
-def here(host: HostTier, *numbers: int) -> list[int]:
+def read_elsewhere(host: HostChunks, pool: HostPool, number: int) -> Chunk:
+    """A chunk whose pages have one more reference, taken while it was pinned."""
+    [chunk] = host.pin(keys(number))
+    assert chunk is not None
+    pool.share(chunk.pages)
+    host.unpin([chunk])
+    return chunk
+
+
+def here(host: HostChunks, *numbers: int) -> list[int]:
     return [n for n, there in zip(numbers, host.contains(keys(*numbers)), strict=True) if there]
 
 
 def test_a_chunk_is_there_with_all_its_pages_after_insert_and_gone_with_all_after_evict(
-    host: HostTier, pool: HostPool
+    host: HostChunks, pool: HostPool
 ) -> None:
     insert(host, pool, 1, 2)
     assert host.contains(keys(0, 1, 2)) == [False, True, True]
@@ -55,7 +99,7 @@ def test_a_chunk_is_there_with_all_its_pages_after_insert_and_gone_with_all_afte
     assert (len(host), pool.references, host.evicted) == (1, 2, 1)
 
 
-def test_chunks_deep_in_a_prefix_go_first(host: HostTier, pool: HostPool) -> None:
+def test_chunks_deep_in_a_prefix_go_first(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1, 2, 3)
     assert host.evict(1)
     assert here(host, 1, 2, 3) == [1, 2]
@@ -63,7 +107,7 @@ def test_chunks_deep_in_a_prefix_go_first(host: HostTier, pool: HostPool) -> Non
     assert here(host, 1, 2, 3) == [1]
 
 
-def test_the_least_recently_pinned_go_first(host: HostTier, pool: HostPool) -> None:
+def test_the_least_recently_pinned_go_first(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1)
     insert(host, pool, 2, 3)
     host.unpin([chunk for chunk in host.pin(keys(1)) if chunk])
@@ -75,7 +119,7 @@ def test_the_least_recently_pinned_go_first(host: HostTier, pool: HostPool) -> N
     assert order == [3, 2, 1]
 
 
-def test_eviction_frees_what_is_asked_or_nothing(host: HostTier, pool: HostPool) -> None:
+def test_eviction_frees_what_is_asked_or_nothing(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1, 2, 3)
     [pinned] = host.pin(keys(3))
     assert not host.evict(5)
@@ -90,11 +134,11 @@ def test_eviction_frees_what_is_asked_or_nothing(host: HostTier, pool: HostPool)
 
 
 def test_what_can_be_evicted_is_what_is_neither_pinned_nor_read_elsewhere(
-    host: HostTier, pool: HostPool
+    host: HostChunks, pool: HostPool
 ) -> None:
-    [_, second, _] = insert(host, pool, 1, 2, 3)
+    insert(host, pool, 1, 2, 3)
+    second = read_elsewhere(host, pool, 2)
     pinned = host.pin(keys(3))
-    pool.share(second.pages)
     assert host.evictable() == NUM_LAYERS
     assert not host.evict(NUM_LAYERS + 1)
     pool.release(second.pages)
@@ -102,18 +146,20 @@ def test_what_can_be_evicted_is_what_is_neither_pinned_nor_read_elsewhere(
     assert host.evictable() == 3 * NUM_LAYERS
 
 
-def test_a_chunk_that_is_pinned_at_the_close_goes_with_its_last_pin(host: HostTier, pool: HostPool) -> None:
-    insert(host, pool, 1, 2)
-    [first], [again] = host.pin(keys(1)), host.pin(keys(1))
+def test_a_chunk_that_is_pinned_at_the_close_goes_with_its_last_pin(
+    own_host: HostTier, own_pool: HostPool
+) -> None:
+    insert(own_host, own_pool, 1, 2)
+    [first], [again] = own_host.pin(keys(1)), own_host.pin(keys(1))
     assert first is not None
     assert again is not None
-    host.close()
-    pool.close()
-    assert (len(host), pool.references) == (1, NUM_LAYERS)
-    host.unpin([first])
-    assert pool.references == NUM_LAYERS
-    host.unpin([again])
-    assert (len(host), pool.references, pool.slabs.memory) == (0, 0, [])
+    own_host.close()
+    own_pool.close()
+    assert (len(own_host), own_pool.references) == (1, NUM_LAYERS)
+    own_host.unpin([first])
+    assert own_pool.references == NUM_LAYERS
+    own_host.unpin([again])
+    assert (len(own_host), own_pool.references, own_pool.slabs.memory) == (0, 0, [])
 
 
 class Diary:
@@ -129,7 +175,7 @@ class Diary:
         self.lines.append(("dropped", list(keys)))
 
 
-def test_a_watcher_is_told_what_comes_and_what_is_evicted_in_order(host: HostTier, pool: HostPool) -> None:
+def test_a_watcher_is_told_what_comes_and_what_is_evicted_in_order(host: HostChunks, pool: HostPool) -> None:
     host.watcher = diary = Diary()
     insert(host, pool, 1, 2)
     assert host.evict(1)
@@ -137,17 +183,18 @@ def test_a_watcher_is_told_what_comes_and_what_is_evicted_in_order(host: HostTie
     assert diary.lines == [("kept", keys(1, 2)), ("dropped", keys(2)), ("kept", keys(2))]
 
 
-def test_nothing_is_evicted_for_no_page(host: HostTier, pool: HostPool) -> None:
+def test_nothing_is_evicted_for_no_page(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1)
     assert host.evict(0)
     assert len(host) == 1
 
 
 def test_a_chunk_that_is_being_read_elsewhere_stays_since_its_pages_would_not_become_free(
-    host: HostTier, pool: HostPool
+    host: HostChunks, pool: HostPool
 ) -> None:
-    [first, _] = insert(host, pool, 1, 2)
-    pool.share(first.pages[1:])
+    insert(host, pool, 1, 2)
+    first = read_elsewhere(host, pool, 1)
+    pool.release(first.pages[:1])
     assert not host.evict(3)
     assert host.evict(2)
     assert here(host, 1, 2) == [1]
@@ -156,10 +203,12 @@ def test_a_chunk_that_is_being_read_elsewhere_stays_since_its_pages_would_not_be
     assert pool.references == 0
 
 
-def test_a_chunk_pinned_twice_is_kept_until_it_is_unpinned_twice(host: HostTier, pool: HostPool) -> None:
+def test_a_chunk_pinned_twice_is_kept_until_it_is_unpinned_twice(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1)
     [first], [second] = host.pin(keys(1)), host.pin(keys(1))
-    assert first is second is not None
+    assert same(first, second)
+    assert first is not None
+    assert second is not None
     assert host.pins == 2
     host.unpin([first])
     assert not host.evict(1)
@@ -168,38 +217,44 @@ def test_a_chunk_pinned_twice_is_kept_until_it_is_unpinned_twice(host: HostTier,
     assert host.evict(1)
 
 
-def test_pin_finds_what_is_there_in_the_order_asked(host: HostTier, pool: HostPool) -> None:
+def test_pin_finds_what_is_there_in_the_order_asked(host: HostChunks, pool: HostPool) -> None:
     [first, third] = insert(host, pool, 1, 3)
-    assert host.pin(keys(3, 2, 1)) == [third, None, first]
-    host.unpin([first, third])
+    found = host.pin(keys(3, 2, 1))
+    assert same(found[0], third)
+    assert found[1] is None
+    assert same(found[2], first)
+    host.unpin([chunk for chunk in found if chunk])
 
 
 def test_a_chunk_inserted_again_gives_its_pages_back_and_the_first_stays(
-    host: HostTier, pool: HostPool
+    host: HostChunks, pool: HostPool
 ) -> None:
     [first] = insert(host, pool, 1)
     insert(host, pool, 1, 2)
-    assert host.pin(keys(1)) == [first]
+    [again] = host.pin(keys(1))
+    assert same(again, first)
+    assert again is not None
+    host.unpin([again])
     assert (len(host), pool.references) == (2, 4)
 
 
-def test_a_key_twice_in_one_insert_is_kept_once(host: HostTier, pool: HostPool) -> None:
+def test_a_key_twice_in_one_insert_is_kept_once(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1, 2, 1)
     assert (len(host), pool.references) == (2, 4)
 
 
-def test_close_drops_all_but_the_pinned_and_keeps_nothing_new(host: HostTier, pool: HostPool) -> None:
-    insert(host, pool, 1, 2)
-    [pinned] = host.pin(keys(2))
-    host.close()
-    assert here(host, 1, 2) == [2]
-    insert(host, pool, 3)
-    assert here(host, 1, 2, 3) == [2]
-    assert pool.references == NUM_LAYERS
+def test_close_drops_all_but_the_pinned_and_keeps_nothing_new(own_host: HostTier, own_pool: HostPool) -> None:
+    insert(own_host, own_pool, 1, 2)
+    [pinned] = own_host.pin(keys(2))
+    own_host.close()
+    assert here(own_host, 1, 2) == [2]
+    insert(own_host, own_pool, 3)
+    assert here(own_host, 1, 2, 3) == [2]
+    assert own_pool.references == NUM_LAYERS
     assert pinned is not None
-    host.unpin([pinned])
-    host.close()
-    assert (len(host), pool.references) == (0, 0)
+    own_host.unpin([pinned])
+    own_host.close()
+    assert (len(own_host), own_pool.references) == (0, 0)
 
 
 PARENTS = {0: None, 1: 0, 2: 1, 3: 2, 4: 1, 5: 4, 6: None, 7: 6}
@@ -221,13 +276,19 @@ def parts_of_prompts(draw: st.DrawFn) -> list[int]:
 class HostTierMachine(RuleBasedStateMachine):
     """A host tier beside a list of [number, pins, shared], those used longest ago first."""
 
+    host: HostChunks
+    pool: HostPool
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = HostPool(CPU(), PAGE_BYTES, 14 * 4096, 3 * 4096)
-        self.host = HostTier(self.pool)
+        self.open()
         self.model: list[list[int]] = []
         self.pinned: list[tuple[int, Chunk]] = []
         self.shared: list[tuple[int, Chunk]] = []
+
+    def open(self) -> None:
+        self.pool = HostPool(CPU(), PAGE_BYTES, 14 * 4096, 3 * 4096)
+        self.own_host = self.host = HostTier(self.pool)
 
     def entry(self, number: int) -> list[int] | None:
         return next((entry for entry in self.model if entry[0] == number), None)
@@ -247,7 +308,7 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @rule(numbers=parts_of_prompts())
     def insert(self, numbers: list[int]) -> None:
-        pages = self.pool.allocate(NUM_LAYERS * len(numbers))
+        pages = self.free_pages(NUM_LAYERS * len(numbers))
         if pages is None:
             return
         parents = [None if (parent := PARENTS[n]) is None else key(parent) for n in numbers]
@@ -312,21 +373,69 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_there_is_what_the_model_says(self) -> None:
-        assert list(self.host._order._parents) == keys(*(entry[0] for entry in self.model))
-        assert set(self.host._order._orphans) == {key(n) for n, *_ in self.model if self.is_orphan(n)}
-        assert len(self.host) == len(self.host._order) == len(set(self.host._order))
+        order = self.order()
+        assert list(order._parents) == self.names(*(entry[0] for entry in self.model))
+        assert set(order._orphans) == set(self.names(*(n for n, *_ in self.model if self.is_orphan(n))))
+        assert len(self.host) == len(order) == len(set(order))
         assert self.host.pins == len(self.pinned)
         assert self.pool.pages_in_use == len(self.model) * NUM_LAYERS
-        assert self.pool.references == len(self.model) * NUM_LAYERS + len(self.shared)
+        assert self.pool.references == len(self.model) * NUM_LAYERS + self.more_references()
+
+    def free_pages(self, count: int) -> Int64s | None:
+        """Pages for which nothing is evicted, if there are so many."""
+        return self.pool.allocate(count)
+
+    def order(self) -> PrefixOrder[ChunkKey]:
+        return self.own_host._order
+
+    def names(self, *numbers: int) -> list[ChunkKey]:
+        return keys(*numbers)
+
+    def more_references(self) -> int:
+        """Those that are not the tier's own."""
+        return len(self.shared)
+
+
+class NodeTierMachine(HostTierMachine):
+    """The same of the memory of a node."""
+
+    def open(self) -> None:
+        self.ending = ExitStack()
+        folder = Path(self.ending.enter_context(TemporaryDirectory()))
+        self.owner = self.ending.enter_context(owner_at(folder / "host.sock", 14))
+        self.host, self.node = self.ending.enter_context(watched_node(self.owner, PAGE_BYTES))
+        self.pool = self.node
+
+    def teardown(self) -> None:
+        self.ending.close()
+
+    def free_pages(self, count: int) -> Int64s | None:
+        return self.pool.allocate(count) if count <= self.node.index.pages.num_free else None
+
+    def order(self) -> PrefixOrder[ChunkKey]:
+        self.node.settle()
+        return self.owner.server._index.tier._order
+
+    def names(self, *numbers: int) -> list[ChunkKey]:
+        return [ChunkKey("", pack_keys([key])) for key in keys(*numbers)]
+
+    def more_references(self) -> int:
+        used = {page for _, chunk in self.pinned for page in chunk.pages.tolist()}
+        used |= {int(chunk.pages[0]) for _, chunk in self.shared}
+        held = self.node._held
+        assert set(np.flatnonzero(held).tolist()) == used, "a page is held as long as it is used here"
+        return int(held.sum())
 
 
 TestHostTier = HostTierMachine.TestCase
 TestHostTier.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestNodeTier = NodeTierMachine.TestCase
+TestNodeTier.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
-def test_pages_of_a_pinned_chunk_keep_their_bytes_while_threads_insert_and_evict() -> None:
-    pool = HostPool(CPU(), PAGE_BYTES, 16 * 4096, 4 * 4096)
-    host = HostTier(pool)
+def test_pages_of_a_pinned_chunk_keep_their_bytes_while_threads_insert_and_evict(
+    host: HostChunks, pool: HostPool
+) -> None:
     faults: list[str] = []
 
     def work(seed: int) -> None:

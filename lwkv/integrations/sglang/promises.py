@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lwkv.integrations.sglang.chains import Chains
 from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.keys import ChunkKey
-from lwkv.storage.host_tier import Chunk, HostTier
+from lwkv.storage.host_tier import Chunk, HostChunks
 
 PROMISE_S = 30.0
 """Seconds a promise is kept that nobody asks for again: SGLang does not report requests that it drops."""
@@ -52,7 +52,9 @@ class Promises:
         chains: the order of the pages that were asked for.
     """
 
-    def __init__(self, host: HostTier, most_chunks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, host: HostChunks, most_chunks: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._host = host
         self._most_chunks = most_chunks
         self._clock = clock

@@ -1,0 +1,72 @@
+"""`lwkv host`: owns host memory that the engines of a node share."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import time
+
+from lwkv.cli.demo.progress import say
+from lwkv.errors import ConfigError
+from lwkv.platforms.host_limits import read_limits
+from lwkv.pool.memory_limits import gib
+from lwkv.shared_host.memfd import HUGE_BYTES, fill, make_slab
+from lwkv.shared_host.owner.address import Address
+from lwkv.shared_host.owner.server import Server, Slab
+from lwkv.shared_host.socket_path import default_path
+
+MOST_THREADS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=float, required=True, metavar="GIB", help="host memory to own")
+    parser.add_argument(
+        "--socket",
+        default=default_path(),
+        help="where engines find it: their host_memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="take huge pages of 2 MiB that the system has set aside"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=min(MOST_THREADS, os.cpu_count() or 1),
+        help="threads that have the system give the memory (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Own the memory until SIGTERM or SIGINT. Returns 0."""
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    num_bytes = _whole_bytes(args.size)
+    if args.threads < 1:
+        raise ConfigError(f"--threads: got {args.threads}; allowed: 1 or more")
+    address = Address(args.socket)
+    try:
+        begun = time.monotonic()
+        slab = make_slab(num_bytes, args.huge_pages)
+        fill(slab, num_bytes, args.threads)
+        server = Server(address, Slab(slab, num_bytes))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.stop())
+        say(f"lwkv host: {gib(num_bytes)} at {args.socket}, ready after {time.monotonic() - begun:.1f} s")
+        server.serve()
+    finally:
+        address.close()
+    return 0
+
+
+def _whole_bytes(size: float) -> int:
+    """The bytes of `size` GiB, whole huge pages. Raises ConfigError."""
+    num_bytes = int(size * (1 << 30)) // HUGE_BYTES * HUGE_BYTES if 0 < size < 1 << 20 else 0
+    if not num_bytes:
+        raise ConfigError(f"--size: got {size:g}; allowed: a number of GiB from {HUGE_BYTES / 2**30:.3f}")
+    for limit in read_limits():
+        if num_bytes > limit.total:
+            raise ConfigError(
+                f"--size: got {size:g} GiB, but {limit.what} is {gib(limit.total)}; lower --size"
+            )
+    return num_bytes

@@ -1,0 +1,129 @@
+"""How a client finds an owner, and maps its memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from lwkv.errors import ConfigError, LwkvError
+from lwkv.shared_host.client.connection import Connection
+from lwkv.shared_host.client.session import Session
+from lwkv.shared_host.greeting import Hello, Welcome, read, write
+from lwkv.shared_host.memfd import is_sealed, map_slab
+from lwkv.shared_host.process import peer_of
+from lwkv.shared_host.protocol import Frames, Message, Op, ProtocolError, pack
+from lwkv.shared_host.socket_path import check_path
+
+HELLO_S = 5.0
+"""Seconds that an owner may take to greet; nobody waits for that but who looks for a new owner."""
+
+FIRST_HELLO_S = 60.0
+"""The same of whoever starts: the owner may still be taking its memory."""
+
+_MOST_DESCRIPTORS = 16
+
+
+class NoOwnerError(LwkvError, ConnectionError):
+    """Nobody listens at the socket, or nobody who answers."""
+
+
+def connect(
+    path: str, hello: Hello, timeout_s: float, wake: Callable[[], object], hello_s: float = HELLO_S
+) -> Session:
+    """Greet the owner that listens at `path` and map its memory.
+
+    Raises:
+        ConfigError: it cannot serve this client, and will not.
+        NoOwnerError: there is none now.
+    """
+    check_path(path)
+    with ExitStack() as undo:
+        line = socket.socket(socket.AF_UNIX)
+        undo.callback(line.close)
+        line.settimeout(hello_s)
+        try:
+            line.connect(path)
+            _require_own(line, path)
+            line.sendall(pack(Op.HELLO, 1, [write(hello)]))
+            answer, descriptors = _receive(line, time.monotonic() + hello_s)
+        except (OSError, EOFError) as error:
+            raise NoOwnerError(f"no owner of host memory answers at {path}: {error}") from error
+        except ProtocolError as error:
+            raise ConfigError(f"host_memory: what listens at {path} is no owner: {error}") from error
+        for descriptor in descriptors:
+            undo.callback(os.close, descriptor)
+        welcome = _require_welcome(answer, path)
+        memory = _map(descriptors, welcome, path) if welcome.num_bytes else torch.empty(0, dtype=torch.uint8)
+        # The socket is the connection's now.
+        connection = Connection(socket.socket(fileno=line.detach()), timeout_s, wake)
+        return Session(connection, welcome, memory)
+
+
+def wait_for_owner(
+    path: str, hello: Hello, timeout_s: float, wake: Callable[[], object], patience_s: float
+) -> Session:
+    """As `connect`, and try again for `patience_s` seconds: the owner may be starting, too.
+
+    Raises:
+        ConfigError: it cannot serve this client, or there is none.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return connect(path, hello, timeout_s, wake, FIRST_HELLO_S)
+        except NoOwnerError as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"host_memory: {error}; start it with: lwkv host --size GIB --socket {path}"
+                ) from error
+        time.sleep(0.1)
+
+
+def _require_own(line: socket.socket, path: str) -> None:
+    _, user = peer_of(line)
+    if user != os.geteuid():
+        raise ConfigError(
+            f"host_memory: user {user} listens at {path}, and this is user {os.geteuid()}: whoever has the "
+            "pages can read and change them; run owner and engines as one user"
+        )
+
+
+def _receive(line: socket.socket, deadline: float) -> tuple[Message, list[int]]:
+    """The first message, and the descriptors that come with it. Raises OSError, EOFError, ProtocolError."""
+    frames, descriptors = Frames(), list[int]()
+    while True:
+        line.settimeout(max(0.001, deadline - time.monotonic()))
+        data, more, _, _ = socket.recv_fds(line, 1 << 16, _MOST_DESCRIPTORS)
+        descriptors += more
+        if not data:
+            raise EOFError("the connection was closed")
+        for message in frames.feed(data):
+            return message, descriptors
+
+
+def _require_welcome(answer: Message, path: str) -> Welcome:
+    text = b"".join(answer.parts[:1])
+    if answer.op is Op.REFUSED:
+        raise ConfigError(f"host_memory: the owner at {path} refused: {text.decode(errors='replace')}")
+    if answer.op is not Op.WELCOME:
+        raise ConfigError(f"host_memory: what listens at {path} is no owner of host memory")
+    try:
+        return read(Welcome, text)
+    except ProtocolError as error:
+        raise ConfigError(f"host_memory: what listens at {path}: {error}") from error
+
+
+def _map(descriptors: Sequence[int], welcome: Welcome, path: str) -> torch.Tensor:
+    if len(descriptors) != 1:
+        raise ConfigError(f"host_memory: got {len(descriptors)} descriptors from {path}; expected 1")
+    if not is_sealed(descriptors[0]):
+        raise ConfigError(f"host_memory: the memory of the owner at {path} may shrink; it is none of lwkv's")
+    try:
+        return map_slab(descriptors[0], welcome.num_bytes)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"host_memory: cannot map the memory of the owner at {path}: {error}") from error

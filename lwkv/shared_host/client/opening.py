@@ -1,0 +1,48 @@
+"""Makes the pool and the host tier of an engine whose host memory is a node's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from lwkv.platforms import Platform
+from lwkv.pool.host_pool import page_stride
+from lwkv.shared_host.client.connecting import connect, wait_for_owner
+from lwkv.shared_host.client.keeper import Keeper, Waker
+from lwkv.shared_host.client.pool import NodePool
+from lwkv.shared_host.client.tier import NodeTier
+from lwkv.shared_host.greeting import Hello
+from lwkv.telemetry.counters import Counters
+
+START_S = 10.0
+"""Seconds that an engine waits at its start for an owner that starts, too."""
+
+
+def open_node_memory(
+    path: str,
+    platform: Platform,
+    page_bytes: int,
+    timeout_s: float,
+    counters: Counters,
+    locks_ahead: bool = False,
+    patience_s: float = START_S,
+) -> tuple[NodePool, NodeTier]:
+    """Connect to the owner that listens at `path`. Both end with the pool's `close`.
+
+    Args:
+        timeout_s: seconds that a request to the owner may take.
+        patience_s: how long there may be none at the start.
+        locks_ahead: whether memory is page-locked by `lock_slab` alone; if not, all of it is at once.
+
+    Raises:
+        ConfigError: there is no owner, it cannot serve this engine, or the platform cannot use its memory.
+    """
+    waker, hello = Waker(), Hello(page_stride(page_bytes))
+    session = wait_for_owner(path, hello, timeout_s, waker, patience_s)
+    try:
+        pool = NodePool(platform, page_bytes, session, counters, locks_ahead)
+    except ValueError:
+        session.connection.close()
+        raise
+    keeper = Keeper(pool, partial(connect, path, hello, timeout_s, waker), waker, counters)
+    pool.on_end = keeper.leave
+    return pool, NodeTier(pool)

@@ -1,0 +1,260 @@
+"""Pages of a node's memory, as an engine has them: the owner hands them out, the engine counts its use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lwkv.errors import ConfigError
+from lwkv.platforms import Int64s, Platform
+from lwkv.platforms.host_memory import no_memory
+from lwkv.pool.host_pool import FIRST_REST_S, HostPool, page_stride
+from lwkv.shared_host.client.session import Pinned, Session
+from lwkv.telemetry.counters import Counters
+
+
+class _Left(NamedTuple):
+    """Pages [first, end) of an owner that is gone, some of which are in use."""
+
+    first: int
+    end: int
+
+
+class NodePool(HostPool):
+    """A HostPool whose memory belongs to the owner of a node. Its methods are those of HostPool.
+
+    `allocate` asks the owner, which evicts chunks for it, and waits for no longer than a request may take.
+    A page is held at the owner as long as this process has a reference to it. When an owner is gone its
+    pages stay mapped until the last reference ends; pages of the next one have other numbers.
+
+    Memory is page-locked slice by slice with `lock_slab`; the owner gives no page of a slice that is not.
+
+    Args:
+        session: the first owner.
+
+    Attributes:
+        session: the owner, if there is one.
+        on_evicted: called with the packed keys of chunks that the owner evicted; it must not block.
+        on_lost: called when the owner is gone.
+        on_end: called when the pool is closed and no page is in use any more.
+
+    Raises:
+        ConfigError: the platform cannot page-lock memory that it did not make; the owner has not one page.
+    """
+
+    def __init__(
+        self, platform: Platform, page_bytes: int, session: Session, counters: Counters, locks_ahead: bool
+    ) -> None:
+        if not platform.features.host_register:
+            raise ConfigError(
+                f"host_memory: the platform {platform.name} cannot page-lock the memory of another process; "
+                "leave host_memory out"
+            )
+        stride, welcome = page_stride(page_bytes), session.welcome
+        size, slice_bytes = welcome.num_pages * stride, welcome.span * stride
+        super().__init__(platform, page_bytes, size, slice_bytes, counters, on_demand=False)
+        self._locks_ahead = locks_ahead
+        self._is_locking = not locks_ahead
+        self._first = 0
+        self._held = np.zeros(0, np.int32)
+        self._left: list[_Left] = []
+        self._room = 0
+        self.session: Session | None = None
+        self.on_evicted: Callable[[list[bytes]], object] | None = None
+        self.on_lost: Callable[[], object] | None = None
+        self.on_end: Callable[[], object] | None = None
+        self.attach(session)
+
+    def attach(self, session: Session) -> None:
+        """Have pages of this owner from now on."""
+        with self._lock:
+            self._first = len(self._held)
+            self.max_pages = session.welcome.num_pages
+            session.watcher = self._note_evicted
+            self.session = session
+        while self._is_locking and self.lock_slab():
+            pass
+
+    def detach(self) -> None:
+        """The owner is gone: hand out nothing, and keep mapped what is in use."""
+        with self._lock:
+            self.session = None
+            self._left.append(_Left(self._first, len(self._held)))
+            self._first, self.num_pages = len(self._held), 0
+            self._drop_left()
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def require_chunk(self, num_layers: int) -> None:
+        if self.max_pages < num_layers:
+            raise ConfigError(
+                f"host_memory: the owner has {self.max_pages} pages of {self.page_stride} bytes, but one "
+                f"chunk of {num_layers} layers needs {num_layers}: give it a larger --size, or lower "
+                "chunk_size"
+            )
+
+    @property
+    def pages_in_use(self) -> int:
+        """Of all the node's, as the owner said last."""
+        return self.session.state.pages_in_use if self.session is not None else 0
+
+    @property
+    def available(self) -> int:
+        """Pages that the owner could give when it gave none last, with what it could evict."""
+        return 0 if self._closed else self._room
+
+    def allocate(self, count: int) -> Int64s | None:
+        session = self.session
+        if self._closed or session is None or count > self.max_pages:
+            self._room = 0
+            return None
+        if count == 0:
+            return np.zeros(0, np.int64)
+        pages, self._room = session.reserve(self.num_pages, count)
+        return None if pages is None else self._take_over(session, pages)
+
+    def shortage(self, count: int) -> int:
+        return self.max_pages + 1
+
+    def lock_slab(self) -> bool:
+        self._is_locking = True
+        return self._grow_for(self.max_pages)
+
+    def grow_ahead(self, count: int) -> None:
+        """Do nothing: `lock_slab` is called until all is page-locked."""
+
+    def release(self, pages: Int64s) -> None:
+        with self._lock:
+            self._counts.release(pages)
+            unused = self._counts.unused(pages)
+            spill = self._spills.take(unused)
+            self._counts.release(spill)
+            self._give_back(np.concatenate([unused.ravel(), spill]))
+            self._drop_left()
+            self._end()
+
+    def drop_spill(self, pages: Int64s) -> None:
+        with self._lock:
+            spill = self._spills.take(pages)
+            self._counts.release(spill)
+            self._give_back(spill)
+
+    def adopt(self, session: Session, pinned: Pinned) -> list[Int64s | None] | None:
+        """Take over what was pinned: each chunk's pages, with a reference to each; None for one that is not
+        there. None for all where their owner is gone."""
+        with self._lock:
+            if session is not self.session:
+                return None
+            pages = pinned.pages + self._first
+            ends = np.cumsum(pinned.lengths).tolist()
+            chunks = [
+                pages[end - length : end] if length else None
+                for length, end in zip(pinned.lengths, ends, strict=True)
+            ]
+            for own in chunks:  # a chunk may be pinned twice
+                if own is not None:
+                    self._counts.add(own)
+                    self._held[own] += 1
+            self._adopt_spills(pinned)
+            return chunks
+
+    def own_numbers(self, session: Session, pages: Int64s) -> Int64s | None:
+        """The owner's numbers of `pages`; None where any of them is another owner's."""
+        with self._lock:
+            if session is not self.session or (len(pages) and int(pages.min()) < self._first):
+                return None
+            return pages - self._first
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _note_evicted(self, keys: list[bytes]) -> None:
+        if self.on_evicted is not None:
+            self.on_evicted(keys)
+
+    def _take_over(self, session: Session, pages: Int64s) -> Int64s | None:
+        with self._lock:
+            if session is not self.session:
+                return None
+            pages = pages + self._first
+            self._counts.add(pages)
+            self._held[pages] += 1
+            return pages
+
+    def _adopt_spills(self, pinned: Pinned) -> None:
+        """Have what is beside pages: it has no hold of its own, and stays as long as they do."""
+        for page, spill in pinned.spills.items():
+            at = np.array([page + self._first])
+            if not self._spills.of(at):
+                self._counts.add(spill + self._first)
+                self._spills.add(at, spill[None] + self._first)
+
+    def _give_back(self, pages: Int64s) -> None:
+        """End the holds of pages without a reference."""
+        held = pages[self._held[pages] > 0]
+        counts = self._held[held].astype(np.int64)
+        self._held[held] = 0
+        is_own = held >= self._first
+        if self.session is not None and is_own.any():
+            self.session.free(held[is_own] - self._first, counts[is_own])
+
+    def _drop_left(self) -> None:
+        """Unmap what is left of owners that are gone, once nobody uses it."""
+        for left in [left for left in self._left if not self._counts.are_used(*left)]:
+            self._left.remove(left)
+            self._unlock(left.first // self.slabs.span, left.end // self.slabs.span)
+
+    def _unlock(self, first: int, end: int) -> None:
+        memory = list(self.slabs.memory)
+        for slab in range(first, end):
+            self._platform.host_unregister(memory[slab])
+            memory[slab] = torch.empty(0, dtype=torch.uint8)
+        self.slabs = self.slabs._replace(memory=memory)
+
+    def _end(self) -> None:
+        if self._closed and not self._counts.total and self.slabs.memory:
+            self._unlock(0, len(self.slabs.memory))
+            self.slabs = self.slabs._replace(memory=[])
+            if self.session is not None:
+                self.session.bye()
+            if self.on_end is not None:
+                self.on_end()
+
+    def _growth_left(self) -> int:
+        return super()._growth_left() if self.session is not None else 0
+
+    def _grow_for(self, count: int) -> bool:
+        with self._growing:
+            if self._closed or not self._growth_left():
+                return False
+            try:
+                self._grow()
+            except MemoryError as error:
+                self._rest(error)
+                return False
+            self._rest_s = FIRST_REST_S
+            return True
+
+    def _grow(self) -> None:
+        session, start = self.session, self.num_pages
+        if session is None:
+            raise MemoryError("the owner of host memory is gone")
+        end = min(start + self.slabs.span, self.max_pages)
+        slab = session.memory[start * self.page_stride : end * self.page_stride]
+        if not self._platform.host_register(slab):
+            raise no_memory(slab.nbytes)
+        with self._lock:
+            if session is not self.session or self._closed:
+                self._platform.host_unregister(slab)
+                return
+            memory, bases = [*self.slabs.memory, slab], np.append(self.slabs.bases, slab.data_ptr())
+            self.slabs = self.slabs._replace(memory=memory, bases=bases)
+            # Whole slices: pages of the next owner begin at a slab of their own.
+            self._counts.grow(self.slabs.span)
+            self._held = np.append(self._held, np.zeros(self.slabs.span, np.int32))
+            self.num_pages = end

@@ -1,0 +1,135 @@
+"""What a client asks the owner, and tells it. Page numbers are the owner's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.shared_host.client.connection import Connection
+from lwkv.shared_host.greeting import Welcome
+from lwkv.shared_host.protocol import (
+    Message,
+    Op,
+    State,
+    pack_keys,
+    pack_numbers,
+    pack_parents,
+    pack_spills,
+    read_keys,
+    read_numbers,
+    read_spills,
+)
+
+_HEAD = 2
+"""Parts of every reply before those of its own: the state, and what was evicted."""
+
+
+class Pinned(NamedTuple):
+    """How many pages each chunk has, 0 for one that is not there; all pages; what is beside them."""
+
+    lengths: Sequence[int]
+    pages: Int64s
+    spills: Mapping[int, Int64s]
+
+
+class Session:
+    """One owner, from its greeting to its end. Thread-safe.
+
+    Requests return None where the owner does not answer in time; see Connection.
+
+    Args:
+        memory: uint8 (bytes,), the owner's; empty for a client that only asks.
+
+    Attributes:
+        state: of the last reply.
+        watcher: called with the packed keys of chunks that were evicted, on any thread; it must not block.
+    """
+
+    def __init__(self, connection: Connection, welcome: Welcome, memory: torch.Tensor) -> None:
+        self.connection = connection
+        self.welcome = welcome
+        self.memory = memory
+        self.state = State()
+        self.watcher: Callable[[list[bytes]], object] | None = None
+
+    def has(self, end: int, keys: Sequence[ChunkKey]) -> list[bool] | None:
+        """Whether each chunk is there, with all its pages below page `end`."""
+        parts = self._ask(Op.HAS, [pack_numbers([end]), pack_keys(keys)], lambda _: None)
+        return None if parts is None else [bool(there) for there in parts[0]]
+
+    def pin(self, end: int, keys: Sequence[ChunkKey]) -> Pinned | None:
+        """Hold and use the chunks that are there, with all their pages below page `end`."""
+        parts = self._ask(Op.PIN, [pack_numbers([end]), pack_keys(keys)], self._free_late_pin)
+        if parts is None:
+            return None
+        return Pinned(read_numbers(parts[0]).tolist(), read_numbers(parts[1]), read_spills(parts[2]))
+
+    def reserve(self, end: int, count: int) -> tuple[Int64s | None, int]:
+        """Hold `count` pages that are nobody's, all below page `end`; else None, and how many there could be.
+
+        Chunks are evicted for them.
+        """
+        parts = self._ask(Op.RESERVE, [pack_numbers([end]), pack_numbers([count])], self._free_late_pages)
+        if parts is None:
+            return None, 0
+        pages = read_numbers(parts[0])
+        return (pages, 0) if len(pages) else (None, int(read_numbers(parts[1])[0]))
+
+    def commit(
+        self,
+        keys: Sequence[ChunkKey],
+        parents: Sequence[ChunkKey | None],
+        pages: Sequence[Int64s],
+        spills: Mapping[int, Int64s],
+    ) -> None:
+        """Make chunks visible whose pages this client holds, and goes on to hold until `free`."""
+        lengths = pack_numbers([len(own) for own in pages])
+        joined = pack_numbers(np.concatenate([np.zeros(0, np.int64), *pages]))
+        self.connection.tell(
+            Op.COMMIT, pack_keys(keys), pack_parents(parents), lengths, joined, pack_spills(spills)
+        )
+
+    def free(self, pages: Int64s, counts: Int64s) -> None:
+        """End `counts` holds of each of `pages`."""
+        if len(pages):
+            self.connection.tell(Op.FREE, pack_numbers(pages), pack_numbers(counts))
+
+    def use(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that chunks of a prompt are used."""
+        if keys:
+            self.connection.tell(Op.USE, pack_keys(keys))
+
+    def status(self) -> bytes | None:
+        """What there is, as JSON for people."""
+        parts = self._ask(Op.STATUS, [], lambda _: None)
+        return None if parts is None else parts[0]
+
+    def bye(self) -> None:
+        """Say that this client holds nothing any more."""
+        self.connection.tell(Op.BYE)
+
+    def _ask(
+        self, op: Op, parts: Sequence[bytes], late: Callable[[Sequence[bytes]], object]
+    ) -> Sequence[bytes] | None:
+        reply = self.connection.ask(op, parts, lambda message: late(self._take(message)))
+        return None if reply is None else self._take(reply)
+
+    def _take(self, reply: Message) -> Sequence[bytes]:
+        """Take over what every reply says; its own parts."""
+        self.state = State(*read_numbers(reply.parts[0]).tolist())
+        if reply.parts[1] and self.watcher is not None:
+            self.watcher(read_keys(reply.parts[1]))
+        return reply.parts[_HEAD:]
+
+    def _free_late_pin(self, parts: Sequence[bytes]) -> None:
+        pages, counts = np.unique(read_numbers(parts[1]), return_counts=True)
+        self.free(pages, counts)
+
+    def _free_late_pages(self, parts: Sequence[bytes]) -> None:
+        pages = read_numbers(parts[0])
+        self.free(pages, np.ones(len(pages), np.int64))

@@ -1,0 +1,72 @@
+"""What owner and client say of themselves before all else, and whether they can work together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
+
+from lwkv.keys import FORMAT_VERSION
+from lwkv.shared_host.protocol import VERSION, ProtocolError
+
+T = TypeVar("T", "Hello", "Welcome")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A client.
+
+    Attributes:
+        page_stride: bytes from a page to the next; 0 for one that only asks what is there.
+        version, page_format: of the messages, and of keys and pages.
+    """
+
+    page_stride: int
+    version: int = VERSION
+    page_format: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """An owner.
+
+    Attributes:
+        owner: its name, another one each time it starts.
+        num_bytes: of the memory whose descriptor comes with this; 0 for a client that only asks.
+        num_pages: that are in it, one behind the other.
+        span: pages of a slice: neighbours are only looked for within one.
+    """
+
+    owner: str
+    num_bytes: int = 0
+    num_pages: int = 0
+    span: int = 1
+
+
+def write(greeting: Hello | Welcome) -> bytes:
+    return json.dumps(asdict(greeting)).encode()
+
+
+def read(kind: type[T], part: bytes) -> T:
+    """Raises ProtocolError; fields that are not known are left out, so that versions can be compared."""
+    try:
+        values = json.loads(part)
+        known = {field.name: values[field.name] for field in fields(kind) if field.name in values}
+        return kind(**known)
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"got {part[:80]!r} as a {kind.__name__}") from error
+
+
+def why_not(hello: Hello) -> str | None:
+    """Why an owner of this version cannot serve a client; None if it can."""
+    mine = (VERSION, FORMAT_VERSION)
+    theirs = (hello.version, hello.page_format)
+    if theirs != mine:
+        return (
+            f"the owner has version {VERSION} of the messages and {FORMAT_VERSION} of the pages, this client "
+            f"{hello.version} and {hello.page_format}: run both from the same version of lwkv"
+        )
+    stride = hello.page_stride
+    if type(stride) is not int or stride < 0 or stride % 4096:
+        return f"got page_stride={stride!r}; allowed: 0, or a multiple of 4096"
+    return None

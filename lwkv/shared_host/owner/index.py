@@ -1,0 +1,166 @@
+"""What the owner of a node's memory knows and decides; it answers the requests of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
+from lwkv.shared_host.owner.evictions import Evictions
+from lwkv.shared_host.owner.holds import Holds
+from lwkv.shared_host.owner.pages import NodePages
+from lwkv.shared_host.protocol import (
+    NO_KEY,
+    Message,
+    Op,
+    ProtocolError,
+    State,
+    pack_numbers,
+    pack_spills,
+    read_keys,
+    read_numbers,
+    read_spills,
+)
+from lwkv.storage.host_tier import Chunk, HostTier
+
+
+class Client:
+    """One client as the index sees it: what it holds, and of which evictions it knows."""
+
+    def __init__(self, pages: NodePages, evictions: Evictions) -> None:
+        self.holds = Holds(pages)
+        self._evictions = evictions
+        self._known = evictions.total
+
+    def news(self) -> bytes:
+        """Packed keys of chunks that were evicted since the last call."""
+        news, self._known = self._evictions.since(self._known), self._evictions.total
+        return news
+
+
+class NodeIndex:
+    """Chunks in the memory of a node, by the rules of the host tier. For one thread.
+
+    A chunk whose pages a client holds is not evicted. Raises ProtocolError for requests that are none.
+    """
+
+    def __init__(self, num_pages: int, span: int) -> None:
+        self.pages = NodePages(num_pages, span)
+        self.evictions = Evictions()
+        self.tier = HostTier(self.pages)
+        self.tier.watcher = self.evictions
+
+    def client(self) -> Client:
+        """Make a new client, which holds nothing."""
+        return Client(self.pages, self.evictions)
+
+    def handle(self, client: Client | None, request: Message) -> list[bytes] | None:
+        """Do what a client asks; None is one that has no pages, and may ask what is there.
+
+        Returns the parts of the reply behind the state, or None for a note.
+        """
+        parts = request.parts
+        try:
+            if request.op is Op.HAS:
+                return [self._has(*parts)]
+            if client is None:
+                raise ProtocolError(f"got {request.op.name} of a client without pages")
+            if request.op is Op.PIN:
+                return self._pin(client, *parts)
+            if request.op is Op.RESERVE:
+                return self._reserve(client, *parts)
+            self._note(client, request)
+        except (TypeError, ValueError) as error:  # parts that are missing, or name what is not there
+            raise ProtocolError(f"{request.op.name}: {error}") from error
+        return None
+
+    def state(self) -> State:
+        """What every reply says of all."""
+        in_use = self.pages.num_pages - self.pages.num_free
+        return State(len(self.tier), in_use, self.tier.evicted)
+
+    def _note(self, client: Client, note: Message) -> None:
+        if note.op is Op.COMMIT:
+            self._commit(client, *note.parts)
+        elif note.op is Op.FREE:
+            pages, counts = map(read_numbers, note.parts)
+            client.holds.end(pages, counts)
+        elif note.op is Op.USE:
+            self.tier.use(_keys(*note.parts))
+        else:
+            raise ProtocolError(f"got {note.op.name}, which is no request to an owner")
+
+    def _has(self, limit: bytes, keys: bytes) -> bytes:
+        if self._usable(limit) >= self.pages.num_pages:
+            return bytes(self.tier.contains(_keys(keys)))
+        chunks = self.tier.pin(_keys(keys))
+        self.tier.unpin([chunk for chunk in chunks if chunk is not None])
+        return bytes(chunk is not None for chunk in self._below(self._usable(limit), chunks))
+
+    def _pin(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
+        pinned = self.tier.pin(_keys(keys))
+        chunks = self._below(self._usable(limit), pinned)
+        found = [chunk for chunk in chunks if chunk is not None]
+        pages = _joined([chunk.pages for chunk in found])
+        # A key that is named twice is found twice.
+        is_once = len(set(map(id, found))) == len(found)
+        for together in [pages] if is_once else [chunk.pages for chunk in found]:
+            client.holds.add(together)
+        self.tier.unpin([chunk for chunk in pinned if chunk is not None])
+        lengths = [0 if chunk is None else len(chunk.pages) for chunk in chunks]
+        return [pack_numbers(lengths), pack_numbers(pages), pack_spills(self.pages.spills_of(pages))]
+
+    def _reserve(self, client: Client, limit: bytes, wanted: bytes) -> list[bytes]:
+        end, (count,) = self._usable(limit), read_numbers(wanted).tolist()
+        if count < 1:
+            raise ProtocolError(f"got {count} pages to reserve; allowed: 1 or more")
+        pages = self.pages.take(count, end)
+        evicts = end >= self.pages.num_pages
+        if pages is None and evicts and self.tier.evict(count - self.pages.num_free):
+            pages = self.pages.take(count, end)
+        if pages is None:
+            room = self.pages.free_below(end) + (self.tier.evictable() if evicts else 0)
+            return [b"", pack_numbers([room])]
+        client.holds.take_over(pages)
+        return [pack_numbers(pages), b""]
+
+    def _usable(self, limit: bytes) -> int:
+        """The end of the pages that a client can use."""
+        (end,) = read_numbers(limit).tolist()
+        return int(end)
+
+    def _below(self, end: int, chunks: Sequence[Chunk | None]) -> list[Chunk | None]:
+        """Those whose pages are all below page `end`, the others None."""
+        if end >= self.pages.num_pages:
+            return list(chunks)
+        return [chunk if chunk is not None and int(chunk.pages.max()) < end else None for chunk in chunks]
+
+    def _commit(
+        self, client: Client, keys: bytes, parents: bytes, lengths: bytes, pages: bytes, spills: bytes
+    ) -> None:
+        names, before, sizes = _keys(keys), _parents(parents), read_numbers(lengths)
+        numbers, beside = read_numbers(pages), read_spills(spills)
+        if not len(names) == len(before) == len(sizes) or sizes.sum() != len(numbers) or (sizes < 1).any():
+            raise ProtocolError(f"COMMIT of {len(names)} chunks with {len(numbers)} pages")
+        client.holds.require(_joined([numbers, *beside.values()]))
+        self.pages.share(numbers)
+        self.pages.add_spills(beside)
+        ends = np.cumsum(sizes).tolist()
+        starts = [0, *ends[:-1]]
+        chunks = [Chunk(numbers[start:end]) for start, end in zip(starts, ends, strict=True)]
+        self.tier.insert(names, chunks, before)
+
+
+def _joined(pages: Sequence[Int64s]) -> Int64s:
+    return np.concatenate([np.zeros(0, np.int64), *pages])
+
+
+def _keys(keys: bytes) -> list[ChunkKey]:
+    # The whole packed key is the hash: a client's namespace is in its first half.
+    return [ChunkKey("", key) for key in read_keys(keys)]
+
+
+def _parents(keys: bytes) -> list[ChunkKey | None]:
+    return [None if key == NO_KEY else ChunkKey("", key) for key in read_keys(keys)]

@@ -1,0 +1,75 @@
+"""The pages of a node's memory, counted by reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool.page_refcounts import PageRefcounts
+from lwkv.pool.page_spills import PageSpills
+
+
+class NodePages:
+    """Which pages are in use, by the index or by clients. For one thread.
+
+    Args:
+        span: pages of a slice; pages are handed out as neighbours within one where there are such.
+    """
+
+    def __init__(self, num_pages: int, span: int) -> None:
+        self.num_pages = num_pages
+        self._counts = PageRefcounts(span)
+        self._counts.grow(num_pages)
+        self._spills = PageSpills()
+
+    @property
+    def num_free(self) -> int:
+        return self._counts.num_free
+
+    @property
+    def references(self) -> int:
+        """Sum of all reference counts."""
+        return self._counts.total
+
+    def take(self, count: int, end: int) -> Int64s | None:
+        """Take `count` pages below page `end`, one reference each; None where so many are not free there."""
+        if end >= self.num_pages:
+            return self._counts.take(count) if count <= self.num_free else None
+        free = self._counts.free_below(end)
+        if len(free) < count:
+            return None
+        self._counts.add(free[:count])
+        return free[:count]
+
+    def free_below(self, end: int) -> int:
+        """How many pages below page `end` are free."""
+        return self.num_free if end >= self.num_pages else len(self._counts.free_below(end))
+
+    def shared(self, pages: Int64s) -> npt.NDArray[np.bool_]:
+        """Which of `pages`, of any shape, have several references."""
+        return self._counts.shared(pages)
+
+    def share(self, pages: Int64s) -> None:
+        """Add one reference to each of `pages`. Raises ValueError as `release`."""
+        self._counts.share(pages)
+
+    def release(self, pages: Int64s) -> None:
+        """Drop one reference of each of `pages`; free those at zero, with what is beside them.
+
+        Raises ValueError, having changed nothing, for a page that is not in use or is named twice.
+        """
+        self._counts.release(pages)
+        self._counts.release(self._spills.take(self._counts.unused(pages)))
+
+    def add_spills(self, spill_of: Mapping[int, Int64s]) -> None:
+        """Let pages be beside others, with a reference to each of them. Raises ValueError as `release`."""
+        for page, spill in spill_of.items():
+            self._counts.share(spill)
+            self._spills.add(np.array([page]), spill[None])
+
+    def spills_of(self, pages: Int64s) -> dict[int, Int64s]:
+        """By page, what is beside those of `pages`, int64 (pages,), that have some."""
+        return {int(pages[i]): spill for i, spill in self._spills.of(pages).items()}

@@ -1,0 +1,214 @@
+"""The owner's loop: takes connections, answers requests, and frees what processes held that are gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import socket
+from typing import NamedTuple
+from uuid import uuid4
+
+from lwkv.shared_host.greeting import Hello, Welcome, read, why_not, write
+from lwkv.shared_host.owner.address import Address
+from lwkv.shared_host.owner.index import NodeIndex
+from lwkv.shared_host.owner.peer import Peer
+from lwkv.shared_host.process import peer_of
+from lwkv.shared_host.protocol import Message, Op, ProtocolError, pack_numbers
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 1 << 30
+"""Most bytes that a client page-locks in one call. Drivers take 64 GiB, and hold launches up meanwhile."""
+
+
+class Slab(NamedTuple):
+    """Shared memory by its descriptor, all of it there."""
+
+    descriptor: int
+    num_bytes: int
+
+
+class Server:
+    """Serves one slab at one address, on the thread that calls `serve`.
+
+    The stride of pages is that of the first client. As long as processes of clients are there, others have
+    the same; a client with another stride that comes later finds memory that is empty.
+    """
+
+    def __init__(self, address: Address, slab: Slab, slice_bytes: int = SLICE_BYTES) -> None:
+        self._address = address
+        self._slab = slab
+        self._slice_bytes = slice_bytes
+        self._name = uuid4().hex
+        self._stride = 0
+        self._index = NodeIndex(0, 1)
+        self._peers: set[Peer] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._is_stopped = False
+
+    def serve(self) -> None:
+        """Serve until `stop`."""
+        self._selector.register(self._address.socket, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        while not self._is_stopped:
+            for key, events in self._selector.select():
+                if isinstance(key.data, Peer):
+                    if key.data.is_connected:
+                        self._serve(key.data, events)
+                elif isinstance(key.data, Gone):
+                    self._forget(key.data.peer)
+                elif key.fileobj is self._address.socket:
+                    self._accept()
+        self._close()
+
+    def stop(self) -> None:
+        """Have `serve` return; from any thread, and from a signal handler."""
+        self._is_stopped = True
+        self._waker.send(b"\0")
+
+    def status(self) -> dict[str, int]:
+        """What there is, for people."""
+        state = self._index.state()
+        return {
+            "bytes": self._slab.num_bytes,
+            "page_bytes": self._stride,
+            "pages": self._index.pages.num_pages,
+            "pages_in_use": state.pages_in_use,
+            "chunks": state.chunks,
+            "chunks_evicted": state.evicted,
+            "clients": sum(peer.is_connected for peer in self._clients()),
+            "clients_leaving": sum(not peer.is_connected for peer in self._clients()),
+            "pages_held": sum(peer.client.holds.num_pages for peer in self._clients() if peer.client),
+        }
+
+    def _clients(self) -> list[Peer]:
+        return [peer for peer in self._peers if peer.client is not None]
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._address.socket.accept()
+        except OSError as error:
+            log.warning("a connection could not be taken: %s", error)
+            return
+        process, user = peer_of(connection)
+        if user != os.geteuid():
+            log.warning("refused process %d of user %d: the memory is user %d's", process, user, os.geteuid())
+            connection.close()
+            return
+        try:
+            peer = Peer(connection)
+        except OSError as error:
+            log.warning("refused a client whose process cannot be watched: %s", error)
+            connection.close()
+            return
+        self._peers.add(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._selector.register(peer.process, selectors.EVENT_READ, Gone(peer))
+
+    def _serve(self, peer: Peer, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                peer.send_waiting()
+            if events & selectors.EVENT_READ:
+                for message in peer.receive():
+                    self._answer(peer, message)
+        except ProtocolError as error:
+            log.warning("a client is disconnected: %s", error)
+            self._disconnect(peer)
+        except (OSError, EOFError):
+            self._disconnect(peer)
+        else:
+            self._watch(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        """Have the selector look for what can be done for a peer."""
+        events = (selectors.EVENT_READ if peer.may_be_read else 0) | (
+            selectors.EVENT_WRITE if peer.has_replies else 0
+        )
+        if self._selector.get_key(peer.socket).events != events:
+            self._selector.modify(peer.socket, events, peer)
+
+    def _answer(self, peer: Peer, message: Message) -> None:
+        if message.op is Op.HELLO:
+            self._greet(peer, message)
+        elif message.op is Op.STATUS:
+            peer.send(Op.REPLY, message.number, *self._head(peer), json.dumps(self.status()).encode())
+        elif not peer.is_welcome:
+            raise ProtocolError(f"got {message.op.name} before a hello")
+        elif message.op is Op.BYE:
+            peer.leave()
+        else:
+            parts = self._index.handle(peer.client, message)
+            if parts is not None:
+                peer.send(Op.REPLY, message.number, *self._head(peer), *parts)
+
+    def _head(self, peer: Peer) -> list[bytes]:
+        return [pack_numbers(self._index.state()), b"" if peer.client is None else peer.client.news()]
+
+    def _greet(self, peer: Peer, message: Message) -> None:
+        hello = read(Hello, b"".join(message.parts[:1]))
+        reason = why_not(hello) or self._why_not_these_pages(hello.page_stride)
+        if reason is not None:
+            log.warning("refused a client: %s", reason)
+            peer.send(Op.REFUSED, message.number, reason.encode())
+            return
+        peer.is_welcome = True
+        if not hello.page_stride:
+            peer.send(Op.WELCOME, message.number, write(Welcome(self._name)))
+            return
+        if peer.client is None:
+            peer.client = self._index.client()
+        span = max(1, self._slice_bytes // self._stride)
+        welcome = Welcome(self._name, self._slab.num_bytes, self._index.pages.num_pages, span)
+        peer.send_with(Op.WELCOME, message.number, write(welcome), [self._slab.descriptor])
+
+    def _why_not_these_pages(self, stride: int) -> str | None:
+        """Why there can be no pages of this stride; where there can, there are from now on."""
+        if stride in (0, self._stride):
+            return None
+        if self._clients():
+            return (
+                f"the pages of this memory have {self._stride} bytes while its other clients are there, and "
+                f"this one wants {stride}: start an owner with another --socket for it"
+            )
+        num_pages = self._slab.num_bytes // stride
+        if not num_pages:
+            return f"the memory has {self._slab.num_bytes} bytes, and a page {stride}: give a larger --size"
+        if len(self._index.tier):
+            log.info("dropped %d chunks: pages have %d bytes from now on", len(self._index.tier), stride)
+        self._stride = stride
+        self._index = NodeIndex(num_pages, max(1, self._slice_bytes // stride))
+        return None
+
+    def _disconnect(self, peer: Peer) -> None:
+        if peer.is_connected:
+            self._selector.unregister(peer.socket)
+            peer.disconnect()
+        if peer.client is None:
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.discard(peer)
+        self._selector.unregister(peer.process)
+        if peer.is_connected:
+            self._selector.unregister(peer.socket)
+            peer.disconnect()
+        peer.forget()
+
+    def _close(self) -> None:
+        for peer in list(self._peers):
+            self._forget(peer)
+        self._selector.close()
+        for end in (self._wake, self._waker):
+            end.close()
+
+
+class Gone(NamedTuple):
+    """Stands for a peer whose process is gone."""
+
+    peer: Peer

@@ -1,0 +1,25 @@
+"""Where owner and clients meet."""
+
+from __future__ import annotations
+
+import os
+
+from lwkv.errors import ConfigError
+
+MOST_PATH_BYTES = 107
+"""What a UNIX socket's address has room for."""
+
+
+def check_path(path: str) -> None:
+    """Raise ConfigError for a path that no socket can have."""
+    length = len(os.fsencode(path))
+    if not 0 < length <= MOST_PATH_BYTES or "\0" in path:
+        raise ConfigError(
+            f"socket {path!r}: got {length} bytes; allowed: 1 to {MOST_PATH_BYTES}, none of them 0"
+        )
+
+
+def default_path() -> str:
+    """Where an owner listens that is given no path: a place of this user's."""
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    return f"{folder}/lwkv-host.sock" if folder else f"/tmp/lwkv-host-{os.geteuid()}.sock"

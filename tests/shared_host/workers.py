@@ -1,0 +1,167 @@
+"""Processes that store and load in a node's memory, and check every byte; some of them die on the way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from shared_host.owners import OwnerThread, session_at
+from storage.rig import key, keys
+
+from lwkv.platforms.cpu import CPU
+from lwkv.shared_host.client.connection import Connection
+from lwkv.shared_host.client.opening import open_node_memory
+from lwkv.shared_host.client.pool import NodePool
+from lwkv.shared_host.client.tier import NodeTier
+from lwkv.storage import Chunk
+from lwkv.telemetry.counters import Counters
+
+PAGE_BYTES = 64
+LAYERS = 3
+PROMPTS, LENGTH = 6, 4
+SHORT_S = 0.2
+
+forking = multiprocessing.get_context("fork")
+
+
+def start(work: Callable[..., object], *arguments: Any) -> BaseProcess:
+    """Run `work` in a process of its own, which ends with it and leaves nothing behind."""
+
+    def run() -> None:
+        work(*arguments)
+        os._exit(0)
+
+    process = forking.Process(target=run)
+    process.start()
+    return process
+
+
+def run_owner(path: Path, num_pages: int) -> None:
+    owner = OwnerThread(path, num_pages * 4096)
+    threading.Event().wait()
+    owner.end()
+
+
+def kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
+def freeze(process: BaseProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def thaw(process: BaseProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def prompt(number: int) -> list[int]:
+    return list(range(100 * number, 100 * number + LENGTH))
+
+
+def value(number: int, layer: int) -> int:
+    return (number * LAYERS + layer) % 251 + 1
+
+
+def wrong_pages(pool: NodePool, number: int, chunk: Chunk) -> list[int]:
+    """Layers of a chunk whose pages do not hold what they must."""
+    pages = [pool.page(page).numpy() for page in chunk.pages.tolist()]
+    return [layer for layer, page in enumerate(pages) if (page != value(number, layer)).any()]
+
+
+def check(pool: NodePool, tier: NodeTier, numbers: Sequence[int]) -> list[int]:
+    """Pin what is there of a prompt and compare all of it, twice; the chunks that are missing."""
+    found = tier.pin(keys(*numbers))
+    there = [(number, chunk) for number, chunk in zip(numbers, found, strict=True) if chunk is not None]
+    for _ in range(2):
+        for number, chunk in there:
+            assert wrong_pages(pool, number, chunk) == [], f"chunk {number} has wrong bytes"
+        time.sleep(0.0005)
+    tier.unpin([chunk for _, chunk in there])
+    return [number for number, chunk in zip(numbers, found, strict=True) if chunk is None]
+
+
+def put(pool: NodePool, tier: NodeTier, numbers: Sequence[int], missing: Sequence[int]) -> bool:
+    """Store chunks of a prompt, if there is room."""
+    pages = pool.allocate(LAYERS * len(missing))
+    if pages is None:
+        return False
+    for number, row in zip(missing, pages.reshape(-1, LAYERS), strict=True):
+        for layer, page in enumerate(row.tolist()):
+            pool.page(page).fill_(value(number, layer))
+    parents = [None if n == numbers[0] else key(n - 1) for n in missing]
+    tier.insert(keys(*missing), [Chunk(row) for row in pages.reshape(-1, LAYERS)], parents)
+    return True
+
+
+def serve_requests(path: Path, seed: int, rounds: int, timeout_s: float = SHORT_S) -> None:
+    """Store and load prompts at random, as an engine would; raises for a wrong byte.
+
+    Rounds in which nothing is found or stored do not count: there may be no owner for a while.
+    """
+    pool, tier = open_node_memory(str(path), CPU(), PAGE_BYTES, timeout_s, Counters())
+    random = np.random.default_rng(seed)
+    while rounds:
+        numbers = prompt(int(random.integers(PROMPTS)))
+        missing = check(pool, tier, numbers)
+        if len(missing) < LENGTH or put(pool, tier, numbers, missing):
+            rounds -= 1
+        else:
+            time.sleep(0.001)
+        if len(missing) in range(1, LENGTH):
+            put(pool, tier, numbers, missing)
+    pool.close()
+
+
+def die_at_message(path: Path, seed: int, number: int) -> None:
+    """As `serve_requests`, and die within the message of this number: half of it is sent."""
+    sent = 0
+
+    class Dying(Connection):
+        def _send(self) -> None:
+            nonlocal sent
+            while self._outbox:
+                message = self._outbox.popleft()
+                sent += 1
+                if sent == number:
+                    self._socket.send(self._unsent + message[: len(message) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self._unsent += message
+            super()._send()
+
+    import lwkv.shared_host.client.connecting as connecting
+
+    connecting.Connection = Dying  # type: ignore[misc]
+    serve_requests(path, seed, 1_000_000)
+
+
+def status(path: Path) -> dict[str, int]:
+    """What the owner says of itself."""
+    import json
+
+    session = session_at(path, 0)
+    answer = session.status()
+    session.connection.close()
+    session.connection.release()
+    assert answer is not None
+    numbers: dict[str, int] = json.loads(answer)
+    return numbers
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something holds; fails after a time that no machine takes."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
