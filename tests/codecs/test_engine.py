@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import FORMS, Dims, MemoryTier, Oracle, require_rest, run_slots
+from shared_host.owners import owner_at
 
 from lwkv.connectors import Rope
 from lwkv.engine import CacheEngine, Request
@@ -236,6 +237,26 @@ def test_random_bits_come_back(
         bits.store(engine)
         assert bits.loaded(engine) == 192
         assert engine.stats()["chunks_not_coded"] == 3
+
+
+def test_pages_that_do_not_shrink_are_read_by_another_engine_of_the_same_node(
+    bits: Bits, tmp_path: Path
+) -> None:
+    path = tmp_path / "host.sock"
+    with owner_at(path, 200, 24576), bits.engine(host_memory=str(path)) as one:
+        bits.fill(STEEP, 0, 192)
+        for _ in range(2):
+            bits.store(one)
+        with bits.engine(host_memory=str(path)) as other:
+            assert other.lookup(PROMPT) == 192
+            assert bits.loaded(other) == 192
+            require_node_rest(other, 3 * 3 + 3 * 3 * 2)
+
+
+def require_node_rest(engine: CacheEngine, pages: int) -> None:
+    assert engine.flush()
+    assert engine.stats()["page_references"] == 0
+    assert engine.stats()["pages_in_use"] == pages
 
 
 def test_where_memory_has_no_room_for_raw_pages_the_chunk_is_not_stored(bits: Bits) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from engine.rig import CHUNK, prompt, require_closed, store
-from oracle import Dims, Oracle, run_slots
+from oracle import Dims, MemoryTier, Oracle, require_rest, run_slots
 from shared_host.owners import LONG_S, OwnerThread, owner_at
+from shared_host.workers import freeze, kill, run_owner, start, thaw, wait_for
 
 from lwkv.engine import CacheEngine
+from lwkv.errors import ConfigError
 from lwkv.platforms import Platform
 
 DIMS = Dims()
@@ -58,3 +62,127 @@ def test_what_one_engine_stores_is_a_hit_of_another(oracle: Oracle, owner: Owner
         assert other.stats()["host_used_bytes"] == 9 * 4096
         require_closed(one)
         require_closed(other)
+
+
+def test_another_process_finds_what_was_stored_and_a_restarted_engine_finds_its_own(
+    oracle: Oracle, owner: OwnerThread, path: Path
+) -> None:
+    def store_elsewhere() -> None:
+        there = Oracle(type(oracle.platform)(), oracle.device, dims=DIMS)
+        with engine_at(there, path) as engine:
+            store(there, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+
+    process = start(store_elsewhere)
+    process.join(60)
+    assert process.exitcode == 0
+    oracle.rows(prompt(1, LENGTH), 0)  # numbered as in the other process
+    for _ in range(2):
+        with engine_at(oracle, path) as engine:
+            assert load(oracle, engine, prompt(1, LENGTH)) == LENGTH
+            require_rest(engine)
+
+
+def test_the_prompt_used_longest_ago_is_evicted_from_its_end_whoever_stored_it(
+    oracle: Oracle, path: Path
+) -> None:
+    with owner_at(path, 7 * 3), engine_at(oracle, path) as one, engine_at(oracle, path) as other:
+        store(oracle, one, prompt(1, LENGTH), run_slots(0, LENGTH))
+        store(oracle, other, prompt(2, LENGTH), run_slots(0, LENGTH))
+        store(oracle, other, prompt(3, 2 * CHUNK), run_slots(0, 2 * CHUNK))
+        assert [one.lookup(prompt(number, LENGTH)) for number in (1, 2, 3)] == [2 * CHUNK, LENGTH, 2 * CHUNK]
+        assert one.stats()["chunks_evicted"] == 1
+        require_rest(one)
+        require_rest(other)
+
+
+def test_what_is_brought_from_a_lower_tier_is_there_for_the_others(
+    oracle: Oracle, owner: OwnerThread, path: Path
+) -> None:
+    tier = MemoryTier()
+    with oracle.engine(CHUNK, tiers=[tier]) as engine:
+        store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+    with engine_at(oracle, path, tiers=[tier]) as one, engine_at(oracle, path) as other:
+        assert load(oracle, one, prompt(1, LENGTH)) == LENGTH
+        assert one.flush()
+        assert load(oracle, other, prompt(1, LENGTH)) == LENGTH
+        require_rest(one)
+        require_rest(other)
+
+
+def test_a_load_under_way_ends_with_right_bytes_when_the_owner_dies_and_a_new_one_is_found(
+    oracle: Oracle, path: Path
+) -> None:
+    owner = start(run_owner, path, PAGES)
+    with engine_at(oracle, path) as engine:
+        store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+        slots = run_slots(16, LENGTH)
+        steps = engine.retrieve_layer(prompt(1, LENGTH), slot_mapping=slots)
+        assert next(steps) == LENGTH
+        next(steps)
+        kill(owner)
+        owner = start(run_owner, path, PAGES)
+        *_, loaded = steps
+        assert loaded.all()
+        oracle.expect(prompt(1, LENGTH), slots)
+        oracle.check()
+        wait_for(lambda: engine.counts().get("host_memory_lost", 0) == 1)
+        assert engine.lookup(prompt(1, LENGTH)) == 0
+
+        def is_stored() -> bool:
+            oracle.zero(run_slots(0, LENGTH))
+            store(oracle, engine, prompt(2, LENGTH), run_slots(0, LENGTH))
+            return engine.lookup(prompt(2, LENGTH)) == LENGTH
+
+        wait_for(is_stored)
+        oracle.zero(slots)
+        assert load(oracle, engine, prompt(2, LENGTH)) == LENGTH
+        require_rest(engine)
+    kill(owner)
+
+
+def test_an_engine_goes_on_without_host_memory_while_the_owner_is_frozen(oracle: Oracle, path: Path) -> None:
+    owner = start(run_owner, path, PAGES)
+    with engine_at(oracle, path, 0.3) as engine:
+        wait_for(lambda: is_stored(oracle, engine))
+        freeze(owner)
+        assert engine.lookup(prompt(1, LENGTH)) == 0
+        assert not engine.retrieve(prompt(1, LENGTH), slot_mapping=run_slots(16, LENGTH)).any()
+        engine.store(prompt(2, LENGTH), slot_mapping=run_slots(0, LENGTH))
+        assert not engine.flush(5), "the owner does not say that it has all"
+        assert engine.stats()["pins"] == 0
+        assert "lwkv_chunks" in engine.metrics()
+        wait_for(lambda: engine.counts().get("host_memory_late", 0) >= 1)
+        thaw(owner)
+        wait_for(lambda: engine.lookup(prompt(1, LENGTH)) == LENGTH)
+        assert engine.lookup(prompt(2, LENGTH)) == 0
+    kill(owner)
+
+
+def is_stored(oracle: Oracle, engine: CacheEngine) -> bool:
+    """Store a prompt; whether it is there. On a busy machine the owner may be late."""
+    oracle.compute(prompt(1, LENGTH), run_slots(0, LENGTH))
+    engine.store(prompt(1, LENGTH), slot_mapping=run_slots(0, LENGTH))
+    return engine.flush() and engine.lookup(prompt(1, LENGTH)) == LENGTH
+
+
+def test_an_engine_whose_chunk_does_not_fit_is_refused_and_leaves_the_owner(
+    oracle: Oracle, path: Path
+) -> None:
+    with owner_at(path, 2) as owner:
+        with pytest.raises(ConfigError, match=r"the owner has 2 pages .* one chunk of 3 layers needs 3"):
+            engine_at(oracle, path)
+        wait_for(lambda: owner.server.status()["clients"] == 0)
+
+
+def test_no_descriptor_is_left_by_engines_and_owners(oracle: Oracle, path: Path) -> None:
+    def serve() -> None:
+        with owner_at(path, PAGES), engine_at(oracle, path) as engine:
+            store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+            keeper = engine._pool.on_end.__self__
+        keeper.join(30)
+
+    serve()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        serve()
+    wait_for(lambda: (gc.collect(), len(os.listdir("/proc/self/fd")))[1] <= before)

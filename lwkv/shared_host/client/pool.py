@@ -103,17 +103,18 @@ class NodePool(HostPool):
 
     @property
     def available(self) -> int:
-        """Pages that the owner could give when it gave none last, with what it could evict."""
+        """Pages that the owner can give, as it said last; where it gave none, with what it could evict."""
         return 0 if self._closed else self._room
 
     def allocate(self, count: int) -> Int64s | None:
         session = self.session
-        if self._closed or session is None or count > self.max_pages:
+        if self._closed or session is None:
             self._room = 0
             return None
-        if count == 0:
+        if count <= 0:
             return np.zeros(0, np.int64)
-        pages, self._room = session.reserve(self.num_pages, count)
+        pages, room = session.reserve(self.num_pages, count)
+        self._room = room if pages is None else self.max_pages - session.state.pages_in_use
         return None if pages is None else self._take_over(session, pages)
 
     def shortage(self, count: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -140,12 +139,12 @@ class NodeTier:
                 self.watcher.dropped(gone)
 
     def _release(self, chunks: Sequence[Chunk]) -> None:
-        """Drop a reference to the pages of each; one that is named twice has two."""
-        again = Counter(chunks)
-        while again:
-            together = list(again)
-            self._pool.release(np.concatenate([chunk.pages for chunk in together]))
-            again -= Counter(together)
+        """Drop a reference to the pages of each; a chunk may be named twice, and has two then."""
+        if not chunks:
+            return
+        pages, counts = np.unique(np.concatenate([chunk.pages for chunk in chunks]), return_counts=True)
+        for number in range(int(counts.max())):
+            self._pool.release(pages[counts > number])
 
     def _count_pins(self, more: int) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ import logging
 import os
 import selectors
 import socket
+from contextlib import suppress
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -67,7 +68,8 @@ class Server:
     def stop(self) -> None:
         """Have `serve` return; from any thread, and from a signal handler."""
         self._is_stopped = True
-        self._waker.send(b"\0")
+        with suppress(OSError):  # it has ended
+            self._waker.send(b"\0")
 
     def status(self) -> dict[str, int]:
         """What there is, for people."""
