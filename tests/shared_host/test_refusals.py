@@ -142,9 +142,9 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_platform_that_cannot_lock_shared_memory_is_refused(path: Path) -> None:
-    with owner_at(path, 4), pytest.raises(ConfigError, match="the platform xpu cannot page-lock"):
-        with pool_at(path, PAGE_BYTES, XPU()):
-            pass
+    refusal = pytest.raises(ConfigError, match="the platform xpu cannot page-lock")
+    with owner_at(path, 4), refusal, pool_at(path, PAGE_BYTES, XPU()):
+        pass
 
 
 def test_memory_is_sealed_and_one_that_is_not_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
