@@ -350,7 +350,11 @@ class CacheEngine:
         return pool, host
 
     def _make_storage(
-        self, tiers: Sequence[Tier], counters: Counters, use_device: Callable[[], None], host: HostChunks | None
+        self,
+        tiers: Sequence[Tier],
+        counters: Counters,
+        use_device: Callable[[], None],
+        host: HostChunks | None,
     ) -> StorageManager:
         config, connector = self.config, self.connector
         setup = TierSetup(config, self.num_layers, connector.page_bytes, connector.page_format, counters)

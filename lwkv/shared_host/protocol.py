@@ -65,6 +65,8 @@ class Op(IntEnum):
     """Note: keys of a prompt's chunks that are used."""
     STATUS = 11
     """Nothing. The reply is JSON for people."""
+    PIN_PREFIX = 13
+    """As PIN, for the leading ones that are there; they do not count as used."""
     BYE = 12
     """Note: nobody of this client reads or writes a page any more."""
 

@@ -62,9 +62,9 @@ class Session:
         parts = self._ask(Op.HAS, [pack_numbers([end]), pack_keys(keys)], lambda _: None)
         return None if parts is None else [bool(there) for there in parts[0]]
 
-    def pin(self, end: int, keys: Sequence[ChunkKey]) -> Pinned | None:
-        """Hold and use the chunks that are there, with all their pages below page `end`."""
-        parts = self._ask(Op.PIN, [pack_numbers([end]), pack_keys(keys)], self._free_late_pin)
+    def pin(self, end: int, keys: Sequence[ChunkKey], op: Op = Op.PIN) -> Pinned | None:
+        """Hold the chunks that are there, with all their pages below page `end`; `op` is a kind of PIN."""
+        parts = self._ask(op, [pack_numbers([end]), pack_keys(keys)], self._free_late_pin)
         if parts is None:
             return None
         return Pinned(read_numbers(parts[0]).tolist(), read_numbers(parts[1]), read_spills(parts[2]))

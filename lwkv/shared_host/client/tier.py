@@ -10,7 +10,7 @@ import numpy as np
 from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.session import Session
-from lwkv.shared_host.protocol import name_of
+from lwkv.shared_host.protocol import Op, name_of
 from lwkv.storage.host_tier import Chunk, Watcher
 from lwkv.storage.prefix_order import parents_of
 
@@ -54,10 +54,19 @@ class NodeTier:
         return there or [False] * len(keys)
 
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
+        return self._pin(keys, Op.PIN)
+
+    def pin_prefix(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
+        found = self._pin(keys, Op.PIN_PREFIX)
+        length = found.index(None) if None in found else len(found)
+        self.unpin([chunk for chunk in found[length:] if chunk is not None])
+        return [chunk for chunk in found[:length] if chunk is not None]
+
+    def _pin(self, keys: Sequence[ChunkKey], op: Op) -> list[Chunk | None]:
         session = self._pool.session
         if self._closed or session is None or not keys:
             return [None] * len(keys)
-        pinned = session.pin(self._pool.num_pages, keys)
+        pinned = session.pin(self._pool.num_pages, keys, op)
         pages = None if pinned is None else self._pool.adopt(session, pinned)
         if pages is None:
             return [None] * len(keys)

@@ -69,6 +69,8 @@ class NodeIndex:
                 raise ProtocolError(f"got {request.op.name} of a client without pages")
             if request.op is Op.PIN:
                 return self._pin(client, *parts)
+            if request.op is Op.PIN_PREFIX:
+                return self._pin_prefix(client, *parts)
             if request.op is Op.RESERVE:
                 return self._reserve(client, *parts)
             self._note(client, request)
@@ -100,8 +102,17 @@ class NodeIndex:
         return bytes(chunk is not None for chunk in self._below(self._usable(limit), chunks))
 
     def _pin(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
-        pinned = self.tier.pin(_keys(keys))
-        chunks = self._below(self._usable(limit), pinned)
+        return self._hold(client, self._usable(limit), self.tier.pin(_keys(keys)))
+
+    def _pin_prefix(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
+        names = _keys(keys)
+        pinned: list[Chunk | None] = [*self.tier.pin_prefix(names)]
+        missing = [None] * (len(names) - len(pinned))
+        return self._hold(client, self._usable(limit), [*pinned, *missing])
+
+    def _hold(self, client: Client, end: int, pinned: Sequence[Chunk | None]) -> list[bytes]:
+        """Have a client hold chunks that are pinned meanwhile, as far as they are below page `end`."""
+        chunks = self._below(end, pinned)
         found = [chunk for chunk in chunks if chunk is not None]
         pages = _joined([chunk.pages for chunk in found])
         # A key that is named twice is found twice.
