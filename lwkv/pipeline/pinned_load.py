@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +12,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from lwkv.background.workers import cancel
 from lwkv.connectors.loader import Load
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.keys import ChunkKey
@@ -29,7 +26,6 @@ from lwkv.transfer import Chunking, Transfer
 log = logging.getLogger(__name__)
 
 LetWait: TypeAlias = Callable[[Stream], object]
-Submit: TypeAlias = Callable[[Callable[[], None]], "Future[None]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +49,13 @@ class PinnedLoad:
     to miss, so that the host does little more for many chunks than for few. The pins are the load's from here
     on. A device that fails, or has no memory, ends the load of all chunks; it never raises.
 
-    The first copies and the first layer are queued by the constructor, the other layers by a job for another
-    thread. Until `finish` no other load or save may be begun.
+    The first copies and the first layer are queued by the constructor, the other layers by `wait`, ahead of
+    the model. All on the caller's thread: another thread of Python gets its turn after up to 5 ms only, while
+    the model is being launched, and takes as much from it. Until `finish` no other load or save may be begun.
 
     Args:
         loads: all of one batch.
         let_wait: makes a stream wait for all that may still use the slots, or has yet to write `slots`.
-        submit: has a job run on another thread; where its future is cancelled, `wait` queues the layers.
 
     Attributes:
         has_failed: whether the slots may lack what was to be loaded.
@@ -68,9 +64,7 @@ class PinnedLoad:
         RequestError: slots that do not fit the chunks, or are not where the caches are. The pins stay.
     """
 
-    def __init__(
-        self, context: BatchContext, loads: Sequence[PinnedChunks], let_wait: LetWait, submit: Submit
-    ) -> None:
+    def __init__(self, context: BatchContext, loads: Sequence[PinnedChunks], let_wait: LetWait) -> None:
         connector = context.connector
         chunking = Chunking(context.config.chunk_size, False, connector.tokens_per_row)
         for load in loads:
@@ -84,26 +78,23 @@ class PinnedLoad:
         self._num_chunks = sum(len(load.chunks) for load in loads)
         self._num_tokens = self._num_chunks * chunking.chunk_size
         self._load: Load | None = None
-        self._rest: Future[None] = cancel(Future())
         self._queued = 0
-        self._progress = threading.Condition()
         self._waited: tuple[Event | None, Stream] | None = None
         context.completions.expect(self)
         context.counters.add("tokens_asked", self._num_tokens)
         if self._num_chunks:
             with DeviceFailuresTo(self._give_up):
-                self._begin(let_wait, submit)
+                self._begin(let_wait)
 
     def wait(self, layer: int) -> None:
-        """Make the current stream wait for `layer`. The host waits until that is queued, and no longer.
+        """Make the current stream wait for `layer`, and queue what comes next; the host does not wait.
 
         Layers may be left out: each comes behind all before it.
         """
         load = self._load
         if load is None:
             return
-        if self._queued <= layer:
-            self._await(load, layer)
+        self._queue_ahead(load, min(layer + 1, self._num_layers - 1))
         # Layers that came together have one event: one wait is enough for them.
         waited = load.arrived[layer], self._platform.current_stream(self._device)
         if waited != self._waited and not self.has_failed:
@@ -118,7 +109,7 @@ class PinnedLoad:
         """
         failure = None
         if self._load is not None:
-            self._await(self._load, self._num_layers - 1)
+            self._queue_up_to(self._load, self._num_layers - 1)
             try:
                 self._leave(self._load)
             except DEVICE_FAILURES as error:
@@ -128,7 +119,7 @@ class PinnedLoad:
         self._context.completions.submit(partial(self._end, failure), self)
         return not self.has_failed
 
-    def _begin(self, let_wait: LetWait, submit: Submit) -> None:
+    def _begin(self, let_wait: LetWait) -> None:
         counts = np.full(self._num_chunks, self._context.config.chunk_size)
         slots = [load.slots for load in self._loads]
         on_device = slots[0] if len(slots) == 1 else torch.cat(slots)
@@ -136,10 +127,7 @@ class PinnedLoad:
         self._pages = self._all_pages()
         self._load = load = self._loader.begin_load(transfer, self._pages)
         self._loader.come_behind(load, let_wait)
-        self._queue(load, 0)
-        # Kernels in torch may need the mode of the model, which is a thread's.
-        self._rest = submit(partial(self._queue_rest, load, torch.is_inference_mode_enabled()))
-        self._rest.add_done_callback(self._note_progress)
+        self._queue_ahead(load, 0)
 
     def _all_pages(self) -> Int64s:
         """The pages of every layer, int64 (layers, chunks)."""
@@ -148,43 +136,29 @@ class PinnedLoad:
         by_layer: Int64s = np.concatenate(pages).reshape(len(pages), -1).T
         return by_layer
 
-    def _queue_rest(self, load: Load, inference_mode: bool) -> None:
-        with torch.inference_mode(inference_mode), DeviceFailuresTo(self._give_up):
-            for layer in range(self._queued, self._num_layers):
-                self._queue(load, layer)
-                self._note_progress()
+    def _queue_ahead(self, load: Load, layer: int) -> None:
+        """Queue `layer` and, where that keeps the link busy, those behind it."""
+        ahead = self._loader.layers_ahead(load, layer, known=True)
+        self._queue_up_to(load, min(layer + ahead, self._num_layers - 1))
 
-    def _queue(self, load: Load, layer: int) -> None:
-        self._loader.load_layer(load, layer, self._pages[layer])
-        self._queued = layer + 1
-
-    def _note_progress(self, *_: object) -> None:
-        with self._progress:
-            self._progress.notify_all()
-
-    def _await(self, load: Load, layer: int) -> None:
-        """Block until a layer is queued, or no other thread will do it any more."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._queued > layer or self._rest.done())
-        if self._rest.cancelled() and not self.has_failed:
-            with DeviceFailuresTo(self._give_up):
-                for number in range(self._queued, layer + 1):
-                    self._queue(load, number)
+    def _queue_up_to(self, load: Load, layer: int) -> None:
+        if self.has_failed:
+            return
+        with DeviceFailuresTo(self._give_up):
+            for number in range(self._queued, layer + 1):
+                self._loader.load_layer(load, number, self._pages[number])
+                self._queued = number + 1
 
     def _leave(self, load: Load) -> None:
         """Have the streams that the model waited on, and the current one, wait for all that was queued."""
-        wait([self._rest])
-        if not self._rest.cancelled() and (error := self._rest.exception()) is not None:
-            self._note_failure(error)
         queued = [event for event in load.arrived if event is not None]
         event, stream = self._waited or (None, self._platform.current_stream(self._device))
-        # Both as they are on this thread: the other one writes them, too.
         load.not_waited_for = queued[-1] if queued and queued[-1] is not event else None
         load.stream = stream
         self._loader.leave_load(load)
 
     def _give_up(self, error: BaseException) -> None:
-        """Queue nothing more. For the thread that queues."""
+        """Queue nothing more."""
         self._note_failure(error)
         if self._load is not None and self._queued < self._num_layers:
             self._loader.drop_chunks(self._load, np.zeros(self._num_chunks, bool))
@@ -195,8 +169,7 @@ class PinnedLoad:
 
     def _note_failure(self, error: BaseException) -> None:
         """Trust nothing of what is on its way."""
-        with self._progress:
-            is_first, self.has_failed = not self.has_failed, True
+        is_first, self.has_failed = not self.has_failed, True
         if is_first:
             for name in ("load_failures_device", "load_failures"):
                 self._context.counters.add(name, self._num_chunks)

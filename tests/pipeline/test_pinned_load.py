@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from oracle import Dims, Oracle, held_completions, require_rest, run_slots
 
-from lwkv.background.workers import Workers, cancel
 from lwkv.engine import CacheEngine
 from lwkv.errors import RequestError
 from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
@@ -41,13 +38,6 @@ def engine(oracle: Oracle, request: Any) -> Iterator[CacheEngine]:
         require_rest(engine)
 
 
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    workers = Workers("test", 1)
-    yield workers
-    assert workers.close(10)
-
-
 def pinned(engine: CacheEngine, tokens: list[int], slots: list[int]) -> PinnedChunks:
     keys = engine.keys(tokens)
     chunks = engine.parts().storage.host.pin_prefix(keys)
@@ -55,26 +45,21 @@ def pinned(engine: CacheEngine, tokens: list[int], slots: list[int]) -> PinnedCh
     return PinnedChunks(keys, chunks, torch.tensor(slots, device=engine.connector.device))
 
 
-def begin(engine: CacheEngine, submit: Any, *loads: PinnedChunks) -> PinnedLoad:
+def begin(engine: CacheEngine, *loads: PinnedChunks) -> PinnedLoad:
     connector = engine.connector
 
     def let_wait(stream: Any) -> None:
         connector.platform.wait_stream(stream, connector.platform.current_stream(connector.device))
 
-    return PinnedLoad(engine.parts(), loads, let_wait, submit)
-
-
-def no_thread(job: Callable[[], None]) -> Future[None]:
-    return cancel(Future())
+    return PinnedLoad(engine.parts(), loads, let_wait)
 
 
 @pytest.mark.parametrize("layers", [range(LAYERS), [LAYERS - 1], [1, 1, 3], []])
-@pytest.mark.parametrize("has_thread", [True, False])
 def test_several_are_loaded_whatever_layers_the_model_waits_for(
-    oracle: Oracle, engine: CacheEngine, workers: Workers, layers: list[int], has_thread: bool
+    oracle: Oracle, engine: CacheEngine, layers: list[int]
 ) -> None:
     one, other = pinned(engine, ONE, INTO_ONE), pinned(engine, OTHER, INTO_OTHER)
-    load = begin(engine, workers.submit if has_thread else no_thread, one, other)
+    load = begin(engine, one, other)
     for layer in layers:
         load.wait(layer)
         for earlier in range(layer + 1):
@@ -90,34 +75,34 @@ def test_several_are_loaded_whatever_layers_the_model_waits_for(
     assert (stats["tokens_asked"], stats["tokens_retrieved"], stats["host_hits"]) == (40, 40, 5)
 
 
-def test_the_host_waits_until_a_layer_is_queued_and_not_for_the_device(
-    oracle: Oracle, engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch
+def test_the_model_is_launched_with_layers_queued_ahead_and_the_host_waits_for_nothing(
+    oracle: Oracle, engine: CacheEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader, gate = engine.connector.loader, threading.Event()
+    loader, queued = engine.connector.loader, list[int]()
     queue = loader.load_layer
 
-    def gated(load: Any, layer: int, pages: Any) -> None:
-        assert layer < 2 or gate.wait(10)
+    def noted(load: Any, layer: int, pages: Any) -> None:
+        queued.append(layer)
         queue(load, layer, pages)
 
-    monkeypatch.setattr(loader, "load_layer", gated)
+    monkeypatch.setattr(loader, "load_layer", noted)
     with held_completions(engine):
-        load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
-        load.wait(0)
-        load.wait(1)
-        threading.Timer(0.05, gate.set).start()
-        load.wait(3)
-        assert gate.is_set()
+        load = begin(engine, pinned(engine, ONE, INTO_ONE))
+        assert queued == [0]
+        for layer in range(LAYERS):
+            load.wait(layer)
+            assert len(queued) >= min(layer + 2, LAYERS)
         assert load.finish()
+    assert queued == list(range(LAYERS))
     oracle.expect(ONE, INTO_ONE)
     oracle.check()
     assert engine.flush()
 
 
 def test_layers_that_came_together_are_waited_for_once(
-    engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch
+    engine: CacheEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+    load = begin(engine, pinned(engine, ONE, INTO_ONE))
     waits: list[int] = []
     wait_layer = engine.connector.loader.wait_layer
     monkeypatch.setattr(
@@ -133,20 +118,17 @@ def test_layers_that_came_together_are_waited_for_once(
     assert engine.flush()
 
 
-@pytest.mark.parametrize("has_thread", [True, False])
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_a_device_that_fails_ends_the_load_and_keeps_nothing(
     engine: CacheEngine,
-    workers: Workers,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    has_thread: bool,
     layer: int,
     error: type[Exception],
 ) -> None:
     fail_at(monkeypatch, engine.connector.loader, "load_layer", layer, error)
-    load = begin(engine, workers.submit if has_thread else no_thread, pinned(engine, ONE, INTO_ONE))
+    load = begin(engine, pinned(engine, ONE, INTO_ONE))
     for number in range(LAYERS):
         load.wait(number)
     assert not load.finish()
@@ -158,28 +140,18 @@ def test_a_device_that_fails_ends_the_load_and_keeps_nothing(
 
 @pytest.mark.parametrize("call", ["wait_layer", "leave_load", "begin_load"])
 def test_a_device_that_fails_in_another_call_ends_the_load_too(
-    engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch, call: str
+    engine: CacheEngine, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     with monkeypatch.context() as patch:
         fail_at(patch, engine.connector.loader, call, 0, RuntimeError)
-        load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+        load = begin(engine, pinned(engine, ONE, INTO_ONE))
         load.wait(0)
         assert not load.finish()
     assert engine.flush()
 
 
-def test_an_error_of_ours_on_the_other_thread_is_no_success(
-    engine: CacheEngine, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fail_at(monkeypatch, engine.connector.loader, "load_layer", 2, KeyError)
-    load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
-    assert not load.finish()
-    assert "KeyError" in caplog.text
-    assert engine.flush()
-
-
-def test_a_batch_of_nothing_is_over_at_once(engine: CacheEngine, workers: Workers) -> None:
-    load = begin(engine, workers.submit)
+def test_a_batch_of_nothing_is_over_at_once(engine: CacheEngine) -> None:
+    load = begin(engine)
     load.wait(LAYERS - 1)
     assert load.finish()
     assert engine.flush()
@@ -191,18 +163,18 @@ def test_a_batch_of_nothing_is_over_at_once(engine: CacheEngine, workers: Worker
     ids=["too few", "other numbers", "another device"],
 )
 def test_slots_that_do_not_fit_are_refused_and_nothing_is_taken_over(
-    engine: CacheEngine, workers: Workers, slots: torch.Tensor
+    engine: CacheEngine, slots: torch.Tensor
 ) -> None:
     chunks = pinned(engine, ONE, INTO_ONE)
     with pytest.raises(RequestError, match="slots is"):
-        begin(engine, workers.submit, PinnedChunks(chunks.keys, chunks.chunks, slots))
+        begin(engine, PinnedChunks(chunks.keys, chunks.chunks, slots))
     assert engine.stats()["pins"] == 3
     engine.parts().storage.host.unpin(chunks.chunks)
 
 
-def test_loads_and_retrievals_take_turns(oracle: Oracle, engine: CacheEngine, workers: Workers) -> None:
+def test_loads_and_retrievals_take_turns(oracle: Oracle, engine: CacheEngine) -> None:
     for _ in range(3):
-        load = begin(engine, workers.submit, pinned(engine, ONE, INTO_ONE))
+        load = begin(engine, pinned(engine, ONE, INTO_ONE))
         load.wait(LAYERS - 1)
         assert load.finish()
         *_, masks = engine.retrieve_batch([Request(OTHER, INTO_OTHER)])

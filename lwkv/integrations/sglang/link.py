@@ -143,14 +143,13 @@ class CacheLink:
         What SGLang has offloaded is started by `num_completed_offloads`.
         """
         deadline = time.monotonic() + timeout_s
-        parts = (self._loads, self._offloads, self._bring_up)
-        return all(part.wait_idle(deadline - time.monotonic()) for part in parts)
+        completions = self.engine.parts().completions
+        return all(part.wait_idle(deadline - time.monotonic()) for part in (completions, self._bring_up))
 
     def close(self) -> None:
         """Give everything back; idempotent."""
         self.reset()
-        for part in (self._loads, self._offloads, self._bring_up):
-            part.close(self._timeout_s)
+        self._bring_up.close(self._timeout_s)
         self.engine.close()
 
     def _lengths(self, length: int, num_asked: int) -> list[int]:

@@ -7,11 +7,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from lwkv.background.workers import Workers
 from lwkv.engine import CacheEngine
 from lwkv.errors import RequestError
 from lwkv.integrations.sglang.order import ModelStreams
@@ -80,8 +78,6 @@ class Loads:
         self._batches: dict[int, Batch] = {}
         self._last = NO_BATCH
         self._throttle = LogThrottle(log)
-        self._queuing = Workers("loads", 1, partial(streams.platform.set_device, streams.device))
-        self._queuing.submit(lambda: None)  # a load is not to wait for the thread to start
 
     @property
     def may_offer(self) -> bool:
@@ -112,7 +108,7 @@ class Loads:
             if load.promise is not None
         ]
         try:
-            load = PinnedLoad(self._parts, kept, self._streams.let_wait, self._queuing.submit)
+            load = PinnedLoad(self._parts, kept, self._streams.let_wait)
         except RequestError:
             self._unpin(loads)  # else the pins are the load's from here on
             raise
@@ -151,14 +147,6 @@ class Loads:
         self._rest_until = self._clock() + REST_S
         self._throttle.warn("a load failed: its requests fail, and nothing is offered for %d s", REST_S)
         return False
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Block until all layers of started batches are queued; False if that takes over `timeout_s`."""
-        return self._queuing.wait_idle(timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """End the thread that queues, after `clear`; False if that takes over `timeout_s` seconds."""
-        return self._queuing.close(timeout_s)
 
     def clear(self) -> None:
         """Give up what is queued, and end the batches under way."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.sglang.fake_sglang import FakeSGLang, Transfer, hashes_of
-from oracle import MemoryTier, held_completions, refuse_threads, require_rest
+from oracle import MemoryTier, held_completions, require_rest
 
 from lwkv.integrations.sglang.link import MOST_LENGTHS
 from lwkv.integrations.sglang.loads import REST_S
@@ -351,18 +351,6 @@ def test_a_reset_ends_a_batch_whose_model_never_ran_and_goes_on_offering(make: M
     assert sglang.link.finish_layer_wise_loading(index)
     (loaded,) = sglang.run(A)
     assert loaded.from_host == 5
-
-
-@pytest.mark.parametrize("name", ["lwkv-stores", "lwkv-loads"])
-def test_without_a_thread_to_spare_all_is_loaded_and_stored_the_same(
-    make: Make, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    refuse_threads(monkeypatch, name)
-    sglang = make()
-    sglang.run(A)
-    sglang.evict()
-    (again,) = sglang.run(A)
-    assert again.from_host == 5
 
 
 def test_pages_that_cannot_be_stored_are_given_back(
