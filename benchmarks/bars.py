@@ -69,7 +69,7 @@ def _draw_moves(axes: Axes, result: Mapping[str, Any], part: Mapping[str, Any]) 
     names = [move["name"] for move in moves]
     _draw_groups(axes, names, bars, "{:.2f}")
     axes.axhline(1, color="black", lw=1, ls="--", label="a plain page-locked copy")
-    axes.set_ylabel("speed over a plain copy of as many bytes")
+    axes.set_ylabel("speed, as a share of the plain copy's")
     axes.set_title("Loads and saves")
 
 
@@ -113,6 +113,7 @@ def _draw_groups(
             drawn, [form.format(height) for height in heights], fontsize=6, padding=2, rotation=upright
         )
     axes.set_xticks(range(len(names)), list(names))
+    axes.set_xlim(-0.6, len(names) - 0.4)
 
 
 _PANELS = {"moves": _draw_moves, "overlap": _draw_overlap}

@@ -146,8 +146,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all, print the tables, and write every figure to a JSON file."""
     parser = argparse.ArgumentParser(prog="blend_quality", description=__doc__)
     add_model_arguments(parser, "blend-quality-output")
-    parser.add_argument("--tasks", type=int, default=24, metavar="N", help="tasks of each kind (24)")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="seed of the first task (0)")
+    parser.add_argument(
+        "--tasks", type=int, default=24, metavar="N", help="tasks of each of the four kinds (24)"
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the first task, the next have the next seeds (0)",
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     platform = detect_platform(args.platform)

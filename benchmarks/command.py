@@ -163,7 +163,7 @@ def _draw(result: Result, folder: Path) -> Iterator[Path]:
     if isinstance(recorded, Recorded):
         title = (
             f"Prefill of {recorded.suffix} tokens over {recorded.prefix} cached ones\n"
-            "one run, which is recorded and stores its tokens; bars.png has medians of runs that do not"
+            "one run, recorded and with stores; the medians in bars.png are of runs without these"
         )
         draw_timeline(recorded.timeline(), folder / "prefill.png", title)
         yield folder / "prefill.png"

@@ -248,19 +248,29 @@ def _read_times(times: Path) -> list[dict[str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.sglang_ttft", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser = argparse.ArgumentParser(
+        prog="python -m lwkv.benchmarks.sglang_ttft",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="llama-8b", help="whose KV cache and layers"
+    )
     parser.add_argument("--prefix", type=int, default=8192, help="cached tokens")
     parser.add_argument("--suffix", type=int, default=256, help="new tokens")
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
-    parser.add_argument("--graphs", action="store_true", help="with breakable CUDA graphs for prefills")
+    parser.add_argument("--repeats", type=int, default=6, help="runs of which a median is taken")
+    parser.add_argument("--modes", default=",".join(MODES), help="engines to measure, by comma")
+    parser.add_argument(
+        "--graphs", action="store_true", help="with SGLang's breakable CUDA graphs for prefills"
+    )
     parser.add_argument("--cpu", action="store_true", help="on the CPU, to try it out")
-    parser.add_argument("--host-gib", type=float, default=16.0, help="host memory of lwkv, and of HiCache")
+    parser.add_argument(
+        "--host-gib", type=float, default=16.0, help="GiB of host memory for lwkv, and for HiCache"
+    )
     parser.add_argument("--decodes", type=int, default=0, help="requests that decode beside more prompts")
     parser.add_argument("--seconds", type=float, default=8.0, help="how long prompts arrive beside them")
     parser.add_argument("--every", type=float, default=0.4, metavar="S", help="seconds between two of these")
-    parser.add_argument("--output", type=Path, default=Path("sglang-ttft.json"))
+    parser.add_argument("--output", type=Path, default=Path("sglang-ttft.json"), help="file for the results")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     plan = Plan(args.prefix, args.suffix, args.repeats, args.decodes, args.seconds, args.every)

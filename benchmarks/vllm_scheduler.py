@@ -166,10 +166,16 @@ def _summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.vllm_scheduler", description=__doc__)
-    parser.add_argument("--requests", type=int, nargs="+", default=[256, 1024], help="that run")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each prompt")
-    parser.add_argument("--steps", type=int, default=200, help="that are measured")
+    parser = argparse.ArgumentParser(
+        prog="python -m lwkv.benchmarks.vllm_scheduler",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[256, 1024], help="numbers of requests that run at once"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=200, help="scheduler steps that are measured")
     options = parser.parse_args(arguments)
     figures = {
         str(number): {

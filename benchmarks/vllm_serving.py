@@ -241,17 +241,27 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.vllm_serving", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
-    parser.add_argument("--engines", default=",".join(DEFAULT_MODES), help=f"some of {', '.join(MODES)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m lwkv.benchmarks.vllm_serving",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="llama-8b", help="whose KV cache and layers"
+    )
+    parser.add_argument(
+        "--engines", default=",".join(DEFAULT_MODES), help=f"by comma, some of {', '.join(MODES)}"
+    )
     parser.add_argument("--prefix", type=int, default=8192, help="cached tokens of a prompt that arrives")
     parser.add_argument("--suffix", type=int, default=64, help="new tokens of a prompt that arrives")
     parser.add_argument("--every", type=float, default=0.25, metavar="S", help="seconds between two prompts")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long the load with prompts runs")
-    parser.add_argument("--batches", default="1,8,32", help="requests that decode alone, by comma")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long prompts arrive")
+    parser.add_argument(
+        "--batches", default="1,8,32", help="numbers of requests that decode without prompts, by comma"
+    )
     parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
-    parser.add_argument("--eager", action="store_true", help="without graphs of the device's work")
-    parser.add_argument("--output", type=Path, default=Path("vllm-serving.json"))
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--output", type=Path, default=Path("vllm-serving.json"), help="file for the results")
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
     plan = Plan(batches, args.seconds, args.every, args.prefix, args.suffix, args.eager)

@@ -202,15 +202,23 @@ def started(names: Sequence[str], shape: Shape, plan: Plan, host_gib: float) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m lwkv.benchmarks.vllm_ttft", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
-    parser.add_argument("--prefixes", default="2048,8192,32768", help="cached tokens, by comma")
+    parser = argparse.ArgumentParser(
+        prog="python -m lwkv.benchmarks.vllm_ttft",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="llama-8b", help="whose KV cache and layers"
+    )
+    parser.add_argument("--prefixes", default="2048,8192,32768", help="numbers of cached tokens, by comma")
     parser.add_argument("--suffix", type=int, default=256, help="new tokens")
     parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"some of {', '.join(ENGINES)}")
-    parser.add_argument("--host-gib", type=float, default=16.0, help="host memory of lwkv, and of vLLM's own")
-    parser.add_argument("--output", type=Path, default=Path("vllm-ttft.json"))
+    parser.add_argument("--repeats", type=int, default=6, help="runs of which a median is taken")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="engines to measure, by comma")
+    parser.add_argument(
+        "--host-gib", type=float, default=16.0, help="GiB of host memory for lwkv, and for vLLM's offloading"
+    )
+    parser.add_argument("--output", type=Path, default=Path("vllm-ttft.json"), help="file for the results")
     args = parser.parse_args()
     plan = Plan([int(prefix) for prefix in args.prefixes.split(",")], args.suffix, args.repeats)
     shape = SHAPES[args.shape]

@@ -36,8 +36,8 @@ def arguments() -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct")
-    parser.add_argument("--host-gib", type=float, default=8.0, help="host memory for lwkv")
+    parser.add_argument("--model", default="Qwen/Qwen2.5-7B-Instruct", help="as vLLM takes it")
+    parser.add_argument("--host-gib", type=float, default=8.0, help="GiB of host memory for lwkv (8)")
     args, rest = parser.parse_known_args()
     others = dict(word.removeprefix("--").split("=", 1) for word in rest)
     return args, {name: number(text) for name, text in others.items()}

@@ -40,12 +40,18 @@ class FileFound:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of a disk tier")
-    parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="the folder of a disk tier, as local_disk has it"
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every byte and compare checksums; exit with 1 if one is wrong",
+    )
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="remove what is of no use: files set aside, leftovers of dead writers, files with a fault",
+        help="remove damaged files, those renamed to .bad before, and leftovers of dead processes",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 

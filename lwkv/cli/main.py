@@ -17,13 +17,23 @@ from lwkv.telemetry.log_level import follow_log_level
 COMMANDS = {
     "doctor": (
         "lwkv.cli.doctor.command",
-        "Show what is installed, the platform and why, and its link speed",
+        "Show what is installed, the settings, the platform, its link speed and the tiers; exit with 1 if "
+        "something cannot work",
     ),
-    "demo": ("lwkv.cli.demo.command", "Run a small model with its KV cache loaded and saved layer by layer"),
-    "inspect": ("lwkv.cli.inspect", "Tell what is in the folder of a disk tier, check it, clean it up"),
-    "blend-demo": ("lwkv.cli.demo.blend.command", "Blend documents that a small model has cached one by one"),
+    "demo": (
+        "lwkv.cli.demo.command",
+        "Answer two questions with a small model, with and without its KV cache (docs/demo.md)",
+    ),
+    "inspect": ("lwkv.cli.inspect", "Show what is in the folder of a disk tier, check it, clean it up"),
+    "blend-demo": (
+        "lwkv.cli.demo.blend.command",
+        "Reuse documents in another order with a small model, and compare (docs/blending.md)",
+    ),
     "host": ("lwkv.cli.host", "Own host memory that the engines of this machine share"),
-    "bench": ("lwkv.benchmarks.command", "Measure loads, saves and their overlap against the link itself"),
+    "bench": (
+        "lwkv.benchmarks.command",
+        "Measure loads, saves and their overlap, and the link itself (docs/benchmarks.md)",
+    ),
 }
 
 
@@ -44,9 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lwkv", description="Moves an LLM's KV cache one layer at a time.")
+    parser = argparse.ArgumentParser(
+        prog="lwkv",
+        description="Keeps the KV cache of an LLM in host memory, on disk and in remote stores.",
+        epilog="lwkv COMMAND --help shows the options of a command.",
+    )
     parser.add_argument("--version", action="version", version=f"lwkv {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    parser.add_argument("--traceback", action="store_true", help="show an error with its Python traceback")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (module, summary) in COMMANDS.items():
         if find_spec(module):

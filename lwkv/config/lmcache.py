@@ -31,7 +31,9 @@ _MEMORY = (
 _DISK = "use local_disk"
 
 LMCACHE_KEYS: Mapping[str, LMCacheKey] = {
-    "remote_serde": LMCacheKey((None, "naive"), "pages are stored as the raw bytes they are; use naive"),
+    "remote_serde": LMCacheKey(
+        (None, "naive"), "pages keep every bit (page_codec can make them smaller); use naive"
+    ),
     "cache_policy": LMCacheKey(("LRU",), "the chunk used longest ago goes first; use LRU"),
     "pre_caching_hash_algorithm": LMCacheKey(
         (), "keys always come from one cryptographic hash, equal in every process; remove the key"

@@ -1,9 +1,10 @@
-"""Spans that are one piece of work: layers that were queued together, which a picture shows as one bar."""
+"""Spans that are one piece of work, which a picture shows as one bar, and those of one forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lwkv.telemetry.timeline import Lane, Span
 
@@ -29,7 +30,8 @@ class Group:
 def group_spans(spans: Iterable[Span]) -> list[Group]:
     """Join spans of neighbouring layers of a lane that began and ended together; in order of their start.
 
-    Together means: within a twentieth of what they take. Layers that are computed are never joined.
+    Together means: within a twentieth of what they take. Layers that are computed are never joined, only the
+    pieces of one layer that follow each other.
     """
     groups: list[Group] = []
     for span in sorted(spans, key=lambda span: (span.lane, span.layer, span.start)):
@@ -42,7 +44,17 @@ def group_spans(spans: Iterable[Span]) -> list[Group]:
     return sorted(groups, key=lambda group: (group.start, group.first))
 
 
+def forward_passes(groups: Iterable[Group]) -> list[float]:
+    """When each forward pass begins: where an earlier layer is computed than the one before it."""
+    computed = [group for group in groups if group.lane == "compute"]
+    later = [group.start for before, group in pairwise(computed) if group.first < before.last]
+    return [group.start for group in computed[:1]] + later
+
+
 def _is_together(group: Group, span: Span) -> bool:
+    if span.lane == group.lane == "compute":
+        pause = span.start - group.end
+        return span.layer == group.last and pause <= _APART * (span.end - group.start)
     if span.lane == "compute" or span.lane != group.lane or span.layer != group.last + 1:
         return False
     apart = max(abs(span.start - group.start), abs(span.end - group.end))

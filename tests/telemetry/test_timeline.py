@@ -198,7 +198,7 @@ def test_overlapping_spans_of_a_lane_get_rows_of_their_own_in_a_trace(tmp_path: 
     assert [names[event["tid"]] for event in events] == ["load", "load (2)", "load"]
 
 
-@pytest.mark.parametrize("num_layers", [1, 32])
+@pytest.mark.parametrize("num_layers", [1, 32, 80])
 def test_a_picture_is_a_png_that_grows_with_the_layers(tmp_path: Path, num_layers: int) -> None:
     lanes: tuple[Lane, ...] = ("load", "compute", "save")
     spans = [
@@ -211,7 +211,8 @@ def test_a_picture_is_a_png_that_grows_with_the_layers(tmp_path: Path, num_layer
     width, height = struct.unpack(">II", header[16:])
     assert header.startswith(b"\x89PNG")
     assert width == 1560
-    assert height > 30 * num_layers
+    assert height > 15 * num_layers
+    assert height < 1.4 * width, "it fits on a page"
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -263,3 +264,24 @@ def test_bars_of_next_to_no_time_are_wide_enough_to_be_seen(
     for axes in figure.axes:
         box = axes.collections[0].get_paths()[0].get_extents(axes.transData)
         assert box.width >= 1.5
+
+
+def test_the_forward_passes_of_a_picture_are_marked_and_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = [compute(layer, layer, layer + 1) for layer in range(9)]
+    second = [compute(layer, 9 + layer, 10 + layer) for layer in range(9)]
+    figure = drawn([*first, *second], tmp_path / "p.png", monkeypatch)
+    named = [text.get_text() for text in figure.axes[0].texts]
+    assert named == [*(str(layer) for layer in [*range(9), *range(9)]), "forward pass 1", "forward pass 2"]
+    (alone,) = [drawn(first, tmp_path / "p.png", monkeypatch)]
+    assert not any("pass" in text.get_text() for text in alone.axes[0].texts)
+
+
+def test_loads_that_began_together_are_shown_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = drawn([load(0, 0, 1), load(1, 0, 2), load(2, 0, 3)], tmp_path / "p.png", monkeypatch)
+    paths = figure.axes[0].collections[0].get_paths()
+    assert [round(path.get_extents().x0 / 1000, 2) for path in paths] == [0, 1, 2]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["0", "1", "2"]

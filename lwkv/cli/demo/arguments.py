@@ -20,7 +20,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, output: str) -> None:
         "--model", type=Path, metavar="PATH", help="a GGUF file or a Hugging Face folder; by default SmolLM2"
     )
     parser.add_argument("--platform", metavar="NAME", help=f"run on this platform, whatever {VARIABLE} says")
-    parser.add_argument("--dtype", choices=DTYPES, help="by default float32 on cpu, bfloat16 elsewhere")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="the model's dtype; by default float32 on cpu, bfloat16 elsewhere"
+    )
     parser.add_argument(
         "--repeats", type=_count, default=5, metavar="N", help="runs of which a median is taken (5)"
     )

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tier",
         metavar="TIER",
-        help="answer question 2 in a second process, from this tier: disk, a folder, or a remote tier's URL",
+        help="answer the second of the two questions in a second process, from this tier: disk, a folder, "
+        "or a URL such as valkey://host:6379",
     )
 
 

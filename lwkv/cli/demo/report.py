@@ -34,7 +34,7 @@ def _answers(found: Findings) -> Iterator[str]:
     first, second = found.answers
     yield f"1  {first.question}"
     yield f"   {first.answer}"
-    yield f"   cold: {first.num_computed} tokens computed; {found.num_stored} of them stored, layer by layer"
+    yield f"   cold: {first.num_computed} tokens computed; {found.num_stored} of them stored meanwhile"
     yield ""
     yield f"2  {second.question}"
     yield f"   {second.answer}"
@@ -47,7 +47,7 @@ def _answers(found: Findings) -> Iterator[str]:
 
 def _times(found: Findings) -> Iterator[str]:
     yield "Time to first token, medians"
-    yield _first_token("cold, stored by layers", found.cold)
+    yield _first_token("cold, stored meanwhile", found.cold)
     yield _first_token("warm, loaded in bulk", found.bulk)
     yield _first_token("warm, loaded by layers", found.layerwise)
     yield ""
@@ -64,12 +64,12 @@ def _checks(found: Findings) -> Iterator[str]:
         verdict = "equals full recompute" if same else "DIFFERS from full recompute"
         yield f"  answer {number} {verdict}, token by token ({len(answer.recomputed_tokens)} tokens)"
     yield f"  logits with loaded KV {_drift(found)}"
-    yield f"  one loaded block spoiled: {_spoiled(found)}"
+    yield f"  one loaded block changed on purpose: {_spoiled(found)}"
     yield ""
 
 
 def _drift(found: Findings) -> str:
-    lead = f"the closest choice between two tokens was won by {found.closest_choice:.2g}"
+    lead = f"the best token was ahead of the next one by {found.closest_choice:.2g} at least"
     if found.logit_drift is None:
         return f"are not numbers; {lead}"
     if found.logit_drift == 0:

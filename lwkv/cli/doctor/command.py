@@ -43,7 +43,7 @@ _CLIENTS = ("valkey-glide-sync", "mooncake-transfer-engine-non-cuda", "xxhash")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--platform", help="examine this platform, whatever LWKV_PLATFORM says")
+    parser.add_argument("--platform", help="look at this platform, whatever LWKV_PLATFORM says")
 
 
 def run(args: argparse.Namespace) -> int:

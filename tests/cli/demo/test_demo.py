@@ -110,14 +110,14 @@ def test_the_report_says_it_in_words(demo: Demo, capsys: pytest.CaptureFixture[s
     for wanted in (
         *QUESTIONS,
         "it was asked for with --platform",
-        "768 of them stored, layer by layer",
+        "768 of them stored meanwhile",
         "768 served from the cache",
-        "cold, stored by layers",
+        "cold, stored meanwhile",
         "warm, loaded in bulk",
         "warm, loaded by layers",
         "ms hidden behind compute",
         "answer 2 equals full recompute, token by token",
-        "one loaded block spoiled",
+        "one loaded block changed on purpose",
         *FILES,
     ):
         assert wanted in shown
@@ -184,7 +184,7 @@ def test_logits_that_do_not_rest_on_the_loaded_blocks_are_a_fault(
     monkeypatch.setattr(loads.SpoiledLoads, "wait_for_layer_load", LayerSteps.wait_for_layer_load)
     assert demo() == 1
     shown = capsys.readouterr().out
-    assert "one loaded block spoiled: the same answer, logits differ by up to 0" in shown
+    assert "one loaded block changed on purpose: the same answer, logits differ by up to 0" in shown
     assert "do not depend on what was loaded" in shown
 
 
