@@ -127,6 +127,11 @@ COMMANDS = [
     for line in re.sub(r"\\\n", " ", block).splitlines()
     if line.strip()
 ]
+COMMANDS += [
+    (document.name, " ".join(line.split()))
+    for document in DOCUMENTS
+    for line in re.findall(r"`((?:python -m lwkv[. ]|lwkv )[^`]*)`", document.read_text())
+]
 
 
 @pytest.mark.parametrize(("document", "line"), COMMANDS, ids=lambda text: text[:40])
@@ -134,7 +139,8 @@ def test_every_command_of_the_documents_names_programs_and_options_that_there_ar
     document: str, line: str
 ) -> None:
     """Of lwkv's own commands, scripts and modules; other programs are not here."""
-    for own in re.findall(r"(?:^|[|;&] *)((?:python -m )?lwkv[. ][^|;&#]*)", line):
+    line = line.replace("python -m lwkv ", "lwkv ")
+    for own in re.findall(r"(?:^|[|;&] *)((?:python -m lwkv\.|lwkv )[^|;&#]*)", line):
         words = shlex.split(own.strip())
         is_module = words[0] == "python"
         name = words[2] if is_module else words[1]

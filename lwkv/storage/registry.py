@@ -52,6 +52,12 @@ def open_tiers(setup: TierSetup, nearer: Sequence[Tier] = ()) -> list[Tier]:
     return tiers
 
 
+def check_schemes(config: Config) -> None:
+    """Raise ConfigError for a tier of a kind that there is not. Nothing is loaded, and no tier is asked."""
+    for url in tier_urls(config):
+        _entry(url)
+
+
 def examine_tier(url: str, config: Config) -> Mapping[str, str]:
     """As TierModule.examine of the kind that `url` names."""
     entry = _entry(url)

@@ -43,7 +43,7 @@ def lines(report: Report) -> Iterator[str]:
         yield from _section(
             "Used", {"platform": report.platform, "because": report.why, **_device_rows(report)}
         )
-        features = {name: "yes" if on else "no" for name, on in report.features.items()}
+        features = {name: _feature(name, on) for name, on in report.features.items()}
         if features:
             yield from _section(f"What {report.platform} can do", features)
     if report.load_speed and report.save_speed:
@@ -56,6 +56,22 @@ def lines(report: Report) -> Iterator[str]:
         yield from _section(f"Tier {url}", rows)
     yield from _list("To note", report.advice)
     yield from _list("Faults", report.faults)
+
+
+_MEANINGS = {
+    "layerwise": "loads and saves beside the model, layer by layer",
+    "blending": "documents in any order (docs/blending.md)",
+    "host_register": "page-locks memory that is there already",
+    "batch_copy": "queues many copies with one call",
+    "event_timing": "times work on the device, for timelines",
+    "triton": "lwkv's Triton kernels run",
+    "stream_priority": "lets the model's work go first",
+    "lossless_pages": "page_codec: lossless was measured to be as fast as raw",
+}
+
+
+def _feature(name: str, on: bool) -> str:
+    return f"{'yes' if on else 'no':3}  {_MEANINGS.get(name, '')}".rstrip()
 
 
 def _setting_rows(settings: dict[str, dict[str, str]]) -> dict[str, str]:
@@ -85,5 +101,5 @@ def _section(title: str, rows: dict[str, str]) -> Iterator[str]:
 def _list(title: str, items: list[str]) -> Iterator[str]:
     if items:
         yield title
-        yield from (f"  - {item}" for item in items)
+        yield from ("  - " + item.replace("\n", "\n    ") for item in items)
         yield ""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from lwkv.integrations.vllm.settings import check_role, read_settings
+from lwkv.storage.registry import check_schemes
 
 OPTION = "--kv-transfer-config"
 
@@ -16,14 +17,16 @@ def check_command_line(arguments: Sequence[str], connector: str) -> None:
     Only JSON is looked at; what is given otherwise is checked when the connector is made.
 
     Raises:
-        ConfigError: as `read_settings` and `check_role`.
+        ConfigError: as `read_settings`, `check_role` and `check_schemes`.
     """
     for text in _values(arguments):
         for transfer in _connectors(text):
             extra = transfer.get("kv_connector_extra_config") or {}
             if transfer.get("kv_connector") == connector and isinstance(extra, Mapping):
                 role = transfer.get("kv_role")
-                check_role(role if isinstance(role, str) else None, read_settings(extra))
+                settings = read_settings(extra)
+                check_role(role if isinstance(role, str) else None, settings)
+                check_schemes(settings)
 
 
 def _values(arguments: Sequence[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -24,10 +23,10 @@ from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import open_lower_tiers
 from lwkv.integrations.vllm.scheduler.side import Role, SchedulerSide
 from lwkv.integrations.vllm.settings import (
-    MEANING,
     Settings,
     check_role,
     read_settings,
+    set_policy,
     warn_of_outer_policy,
 )
 from lwkv.integrations.vllm.statistics import LWKVPromMetrics, LWKVStats
@@ -37,8 +36,6 @@ from lwkv.integrations.vllm.worker.forward_pass import calls_hooks
 from lwkv.integrations.vllm.worker.side import WorkerSide
 from lwkv.platforms import platform_for
 from lwkv.storage.registry import tier_urls
-
-log = logging.getLogger(__name__)
 
 
 class LWKVConnector(KVConnectorBase_V1):
@@ -61,7 +58,7 @@ class LWKVConnector(KVConnectorBase_V1):
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = _make_scheduler(self._settings, vllm_config, kv_cache_config)
-            _set_policy(vllm_config.kv_transfer_config, self._settings)
+            set_policy(vllm_config.kv_transfer_config, self._settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -254,17 +251,3 @@ def _make_worker(
     block_size = only_group(kv_cache_config).kv_cache_spec.block_size
     fails = settings.on_load_failure == "fail"
     return WorkerSide(engine, rank.number, block_size, draft_layers(vllm_config, caches), fails)
-
-
-def _set_policy(transfer_config: Any, settings: Settings) -> None:
-    """Have vLLM compute what could not be loaded: its own default is to fail the request."""
-    if transfer_config.kv_load_failure_policy != settings.on_load_failure:
-        log.info(
-            "kv_load_failure_policy was %r and is %r now, as on_load_failure says: %s",
-            *(
-                transfer_config.kv_load_failure_policy,
-                settings.on_load_failure,
-                MEANING[settings.on_load_failure],
-            ),
-        )
-        transfer_config.kv_load_failure_policy = settings.on_load_failure

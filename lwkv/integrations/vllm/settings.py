@@ -79,6 +79,18 @@ def check_role(kv_role: str | None, config: Config) -> None:
         )
 
 
+def set_policy(transfer_config: Any, settings: Settings) -> None:
+    """Have vLLM do with failed loads as `settings` say, and log where it was to do otherwise: its own default
+    is to fail the request."""
+    if (policy := transfer_config.kv_load_failure_policy) == settings.on_load_failure:
+        return
+    transfer_config.kv_load_failure_policy = settings.on_load_failure
+    log.info(
+        "kv_load_failure_policy was %r and is %r now, as on_load_failure says: %s",
+        *(policy, settings.on_load_failure, MEANING[settings.on_load_failure]),
+    )
+
+
 def warn_of_outer_policy(outer: Any, own: Any, settings: Settings) -> None:
     """Log where another connector has this one inside, and its policy is not the one that is set here.
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from lwkv.cli.doctor import command as doctor
 from lwkv.cli.doctor import device as doctor_device
 from lwkv.cli.doctor import memory as doctor_memory
 from lwkv.cli.doctor.link import measure_link
+from lwkv.cli.doctor.report import lines
 from lwkv.cli.main import main
 from lwkv.config.settings import Config
 from lwkv.config.values import ExtraConfig
@@ -362,3 +364,13 @@ def test_the_pages_that_engines_will_have_are_named(monkeypatch: pytest.MonkeyPa
     assert doctor.examine("cpu").settings["pages"].startswith("raw (page_codec=auto")
     monkeypatch.setenv("LWKV_PAGE_CODEC", "lossless")
     assert doctor.examine("cpu").settings["pages"] == "lossless"
+
+
+def test_every_feature_is_explained_and_each_fault_is_one_item_of_the_list() -> None:
+    report = doctor.Report({"lwkv": "0"}, platform="cpu", faults=["one\ntwo", "three"])
+    report.features = {field.name: True for field in fields(Features)}
+    shown = list(lines(report))
+    rows = [row for row in shown if row.split()[:1] and row.split()[0] in report.features]
+    assert len(rows) == len(report.features)
+    assert all(len(row.split()) > 3 for row in rows)
+    assert shown[shown.index("Faults") + 1 :] == ["  - one\n    two", "  - three", ""]

@@ -33,6 +33,14 @@ def test_a_wrong_setting_is_refused_before_a_model_is_loaded(form: str, inside: 
         check_command_line(arguments, NAME)
 
 
+@pytest.mark.parametrize(
+    ("url", "text"), [("reddis://h:1", r"did you mean redis\?"), ("redis://h:port", "from 1 to 65535")]
+)
+def test_a_remote_url_that_cannot_work_is_refused_too(url: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"remote_url.*{text}"):
+        check_command_line(["--kv-transfer-config", json.dumps(transfer(remote_url=url))], NAME)
+
+
 def test_a_role_that_cannot_work_is_refused_too() -> None:
     given = json.dumps(transfer() | {"kv_role": "kv_consumer"})
     with pytest.raises(ConfigError, match="kv_role: got 'kv_consumer'"):

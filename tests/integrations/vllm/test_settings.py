@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.settings import check_role, read_settings, warn_of_outer_policy
+from lwkv.integrations.vllm.settings import check_role, read_settings, set_policy, warn_of_outer_policy
 from lwkv.integrations.vllm.versions import NEWEST, OLDEST, check_version
 
 
@@ -124,3 +124,17 @@ def test_a_policy_that_an_outer_connector_has_is_warned_of(
     warn_of_outer_policy(None, own, read_settings({}))
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warns
     assert all('"kv_load_failure_policy": "recompute"' in line.getMessage() for line in caplog.records)
+
+
+@pytest.mark.parametrize(("policy", "wanted"), [("fail", "recompute"), ("recompute", "fail")])
+def test_vllm_is_given_the_policy_that_is_set_and_a_change_is_logged(
+    policy: str, wanted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = SimpleNamespace(kv_load_failure_policy=policy)
+    settings = read_settings({"on_load_failure": wanted})
+    with caplog.at_level(logging.INFO, "lwkv"):
+        set_policy(transfer, settings)
+        set_policy(transfer, settings)
+    assert transfer.kv_load_failure_policy == wanted
+    (line,) = caplog.messages
+    assert f"kv_load_failure_policy was {policy!r} and is {wanted!r} now" in line
