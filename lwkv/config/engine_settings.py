@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 
 class Engine(NamedTuple):
-    """A serving engine, and where its user writes lwkv's settings."""
+    """A serving engine, where its user writes lwkv's settings, and the module whose `Settings` reads them."""
 
     name: str
     place: str
+    module: str
 
 
-VLLM = Engine("vLLM", "kv_connector_extra_config")
-SGLANG = Engine("SGLang", "linker_extra_config")
+VLLM = Engine("vLLM", "kv_connector_extra_config", "lwkv.integrations.vllm.settings")
+SGLANG = Engine("SGLang", "linker_extra_config", "lwkv.integrations.sglang.settings")
 ENGINE_SETTINGS = {
     "on_load_failure": VLLM,
     "prefetch_waiting": VLLM,

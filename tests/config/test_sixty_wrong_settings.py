@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ FILES = [
     wrong("max_local_cpu_size: 5,5", "max_local_cpu_size", "'5,5'", "a point for fractions"),
     wrong("chunk_size: 3_000", "chunk_size", "'3_000'", "nothing between thousands"),
     wrong("local_cpu: 1.0", "local_cpu", "1.0", "true, yes, on, 1, false, no, off or 0"),
-    wrong("on_flush: keep", "on_flush", "'keep'", "SGLang only", "linker_extra_config"),
+    wrong("on_flush: keep\nload_when: always", "on_flush", "'keep'", "SGLang only", "linker_extra_config"),
 ]
 OF_VLLM = [
     wrong({"on_load_failure": "ignore"}, "on_load_failure", "'ignore'", "recompute or fail"),
@@ -176,10 +176,10 @@ OF_VLLM = [
     wrong({"max_local_cpu_size": "40"}, "max_local_cpu_size", "'40'", "without quotes"),
 ]
 OF_SGLANG = [
-    wrong({"on_flush": "no"}, "on_flush", "'no'", "'forget' or 'keep'"),
-    wrong({"chunk_size": 8}, "chunk_size", "8", "64, SGLang's page", "--page-size"),
-    wrong({"use_layerwise": False}, "use_layerwise", "False", "allowed: True"),
-    wrong({"save_unfull_chunk": True}, "save_unfull_chunk", "True", "allowed: False"),
+    wrong({"on_flush": "no"}, "on_flush", "'no'", "forget or keep"),
+    wrong({"chunk_size": 8}, "chunk_size", "8", "allowed is 64", "--page-size"),
+    wrong({"use_layerwise": False}, "use_layerwise", "False", "allowed is true"),
+    wrong({"save_unfull_chunk": True}, "save_unfull_chunk", "True", "allowed is false"),
     wrong({"on_load_failure": "fail"}, "on_load_failure", "'fail'", "vLLM only"),
 ]
 TIERS = [
@@ -294,11 +294,10 @@ def each_of_its_own() -> Iterator[Wrong]:
 
 
 def test_the_settings_that_only_an_engine_has_are_known_by_name() -> None:
-    own = [name for name in vllm.Settings.model_fields if name not in Config.model_fields]
-    assert sorted(own) == sorted(name for name, engine in ENGINE_SETTINGS.items() if engine is VLLM)
-    of_sglang = [name for name, engine in ENGINE_SETTINGS.items() if engine is SGLANG]
-    assert of_sglang == [sglang.FLUSH_KEY]
-    assert {"config", "forgets"} == {field.name for field in fields(sglang.Settings)}
+    for engine, settings in ((VLLM, vllm.Settings), (SGLANG, sglang.Settings)):
+        own = {name for name in settings.model_fields if name not in Config.model_fields}
+        assert own == {name for name, owner in ENGINE_SETTINGS.items() if owner is engine}
+        assert engine.module == settings.__module__
 
 
 def fault_of_the_doctor() -> str:

@@ -80,7 +80,7 @@ def examine(override: str | None = None) -> Report:
 
 def _examine_settings(report: Report) -> Config | None:
     try:
-        from lwkv.cli.doctor.settings import read_configuration, settings_of_engine
+        from lwkv.cli.doctor.settings import read_as, read_configuration
         from lwkv.config.messages import clipped
 
         config, report.configuration = read_configuration()
@@ -91,9 +91,7 @@ def _examine_settings(report: Report) -> Config | None:
         "file": clipped(os.environ.get("LWKV_CONFIG_FILE", "")) or "none: LWKV_CONFIG_FILE names no file",
         "layer by layer": _layer_by_layer(config),
         "blending": "yes" if config.enable_blending else "no",
-    }
-    if names := settings_of_engine(config):
-        report.settings["read as in vLLM"] = f"only vLLM has {names}"
+    } | read_as(config)
     return config
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from pydantic import BaseModel
 
-from lwkv.config.engine_settings import ENGINE_SETTINGS, VLLM
+from lwkv.config.engine_settings import ENGINE_SETTINGS
 from lwkv.config.messages import shown_under
 from lwkv.config.settings import Config
 
@@ -15,7 +15,7 @@ from lwkv.config.settings import Config
 def read_configuration() -> tuple[Config, dict[str, dict[str, str]]]:
     """The configuration of file and environment, and each setting's "value" and "source" without passwords.
 
-    It is vLLM's if it has settings that only vLLM has: those who give them are vLLM's users.
+    It is that of a serving engine if it has settings that only this engine has: those who give them use it.
 
     Raises:
         ConfigError: as Config.load.
@@ -27,16 +27,18 @@ def read_configuration() -> tuple[Config, dict[str, dict[str, str]]]:
 
 
 def _kind() -> type[Config]:
-    own = {name for name, engine in ENGINE_SETTINGS.items() if engine is VLLM}
-    if not Config.given() & own:
-        return Config
-    found: type[Config] = import_module("lwkv.integrations.vllm.settings").Settings
+    engines = {ENGINE_SETTINGS[name] for name in Config.given() & ENGINE_SETTINGS.keys()}
+    if len(engines) != 1:
+        return Config  # which refuses the settings of two engines, and says whose they are
+    found: type[Config] = import_module(engines.pop().module).Settings
     return found
 
 
-def settings_of_engine(config: Config) -> str:
-    """What `config` has that only an engine's settings have; empty where it has none."""
-    return ", ".join(name for name in ENGINE_SETTINGS if name in config.model_fields_set)
+def read_as(config: Config) -> dict[str, str]:
+    """A row that says as which engine's `config` was read, and why; empty where it is lwkv's own."""
+    names = [name for name in ENGINE_SETTINGS if name in config.model_fields_set]
+    engines = {ENGINE_SETTINGS[name].name for name in names}
+    return {f"read as in {engine}": f"only {engine} has {', '.join(names)}" for engine in engines}
 
 
 def _rows(config: Config, sources: dict[str, str]) -> Iterator[tuple[str, str, str]]:

@@ -126,6 +126,18 @@ def test_a_setting_that_only_vllm_has_is_read_as_vllm_reads_it(
     assert "recompute or fail" in fault
 
 
+def test_a_setting_that_only_sglang_has_is_read_as_sglang_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_ON_FLUSH", "keep")
+    report = doctor.examine("cpu")
+    assert report.faults == []
+    assert report.settings["read as in SGLang"] == "only SGLang has on_flush"
+    assert report.configuration["on_flush"]["value"] == "'keep'"
+    monkeypatch.setenv("LWKV_LOAD_WHEN", "always")
+    (fault,) = doctor.examine("cpu").faults
+    assert "LWKV_LOAD_WHEN='always' names no setting (it is a setting for vLLM only" in fault
+    assert "LWKV_ON_FLUSH='keep' names no setting (it is a setting for SGLang only" in fault
+
+
 class RaisesCount(Card):
     def device_count(self) -> int:
         raise KeyError("count")
