@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-DECODED_PROMPT, DECODED_TOKENS = 128, 1024
+DECODED_PROMPT, DECODED_TOKENS = 128, 2048
 """Of a request that decodes. When it ends the next one begins: SGLang keeps room for all of its tokens."""
 SETTLED_TOKENS = 8
 

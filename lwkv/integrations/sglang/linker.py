@@ -12,6 +12,7 @@ from sglang.version import __version__ as sglang_version
 
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
+from lwkv.integrations.host_memory import wait_for_memory
 from lwkv.integrations.sglang.link import CacheLink
 from lwkv.integrations.sglang.pools import Rank, describe, device_of, refuse_components
 from lwkv.integrations.sglang.settings import read_settings
@@ -58,6 +59,7 @@ class LWKVLinker(UnifiedCacheLinker):
             layout_hints=described.hints,
             platform=platform_for(device_of(described)),
         )
+        wait_for_memory(engine)  # SGLang has captured its graphs by now
         self.forward_stream = forward_stream
         self.link = CacheLink(engine, described.num_layers, num_ranks, forward_stream, settings.forgets)
         self.layer_done_counter = self.link.layer_counter

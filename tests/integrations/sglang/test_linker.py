@@ -12,7 +12,9 @@ import pytest
 import torch
 from integrations.sglang.test_pools import MHATokenToKVPool, mha
 
+from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
+from lwkv.integrations.host_memory import MEMORY_S
 
 LINKER = "lwkv.integrations.sglang.linker"
 MODULES: dict[str, dict[str, Any]] = {
@@ -100,6 +102,17 @@ def test_it_has_what_sglang_reads_of_it(make: Callable[..., Any]) -> None:
     counter.set_consumer(7)
     counter.wait_until(0)
     assert counter.consumer_index == 7
+
+
+def test_host_memory_is_waited_for_before_requests_come(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(
+        CacheEngine, "wait_for_memory", lambda engine, seconds: waited.append(seconds) or True
+    )
+    make()
+    assert waited[-1] == MEMORY_S
 
 
 def test_drafts_are_waited_for_with_the_last_layer(make: Callable[..., Any]) -> None:

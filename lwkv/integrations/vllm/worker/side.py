@@ -11,6 +11,7 @@ import torch
 
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import LwkvError
+from lwkv.integrations.host_memory import wait_for_memory
 from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.worker.meter import WorkerMeter
@@ -24,9 +25,6 @@ from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.transfer import NO_SLOT
 
 log = logging.getLogger(__name__)
-
-MEMORY_S = 60.0
-"""How long vLLM's start waits for host memory: about 4 GiB a second are page-locked meanwhile."""
 
 
 class WorkerSide:
@@ -88,12 +86,7 @@ class WorkerSide:
 
         vLLM asks when its graphs are captured, and before it takes requests.
         """
-        if not self.engine.wait_for_memory(MEMORY_S):
-            log.warning(
-                "host memory is not yet page-locked after %.0f s: requests are taken, the rest follows in "
-                "the background, and what finds no page until then is not stored",
-                MEMORY_S,
-            )
+        wait_for_memory(self.engine)
         return self.info
 
     def begin(self, orders: StepOrders) -> None:

@@ -5,8 +5,8 @@ import pytest
 from integrations.vllm.scripted import BLOCK, CHUNK, LAYERS, RankOfModel
 from oracle import held_completions, require_rest
 
+from lwkv.integrations.host_memory import MEMORY_S
 from lwkv.integrations.vllm.orders import Move, StepOrders, packed
-from lwkv.integrations.vllm.worker.side import MEMORY_S
 from lwkv.keys import chunk_keys
 from lwkv.pipeline import prompt_keys
 

@@ -1,0 +1,25 @@
+"""Host memory that is ready before an engine takes requests."""
+
+from __future__ import annotations
+
+import logging
+
+from lwkv.engine import CacheEngine
+
+log = logging.getLogger(__name__)
+
+MEMORY_S = 60.0
+"""How long an engine's start waits for host memory: about 4 GiB a second are page-locked meanwhile."""
+
+
+def wait_for_memory(engine: CacheEngine) -> None:
+    """Wait until host memory is page-locked: what the model launches meanwhile is slower.
+
+    Call it when the device's graphs are captured, and before requests are taken.
+    """
+    if not engine.wait_for_memory(MEMORY_S):
+        log.warning(
+            "host memory is not yet page-locked after %.0f s: requests are taken, the rest follows in "
+            "the background, and what finds no page until then is not stored",
+            MEMORY_S,
+        )
