@@ -123,7 +123,7 @@ def test_every_picture_is_in_a_document() -> None:
 COMMANDS = [
     (document.name, line)
     for document in DOCUMENTS
-    for block in re.findall(r"^ *```sh\n(.*?)^ *```", document.read_text(), re.M | re.S)
+    for block in re.findall(r"^ *```(?:sh|bash)\n(.*?)^ *```", document.read_text(), re.M | re.S)
     for line in re.sub(r"\\\n", " ", block).splitlines()
     if line.strip()
 ]

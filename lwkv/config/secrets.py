@@ -18,7 +18,7 @@ _SECRET = re.compile(
 _COUNT = re.compile(
     "(min|max|num)_tokens?|(min|max|num)_[a-z]+_tokens|tokens?_(threshold|count|size|limit)", re.IGNORECASE
 )
-_ADDRESS = re.compile("url|uri|addr|host|server|remote|endpoint", re.IGNORECASE)
+_ADDRESS = re.compile("url|uri|addr|host(?!_memory)|server|remote|endpoint", re.IGNORECASE)
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _PORT = "(:([0-9]{1,4}|[1-5][0-9]{4}|6[0-5][0-9]{3}))?"
 _HOST = rf"([\w.-]*|\[[0-9A-Fa-f:.]+\]){_PORT}"

@@ -75,9 +75,9 @@ def _disk_path(value: object) -> object:
         return value
     path = expanduser(value.strip().removeprefix("file://"))
     if not path or "\0" in path:
-        raise WrongAddressError("it names no folder")
+        raise WrongAddressError("it names no path")
     if "://" in path:
-        raise WrongAddressError("it is a URL and no folder; a server is given as remote_url")
+        raise WrongAddressError("it is a URL and no path; a server is given as remote_url")
     return path
 
 

@@ -100,9 +100,15 @@ ARGUMENTS = [
     wrong({"remote_url": f"redis://me:{SECRET}/x@h:1"}, "remote_url", "***@h:1", "write % and two digits"),
     wrong({"remote_ulr": f"redis://me:{SECRET}@h:1"}, "remote_ulr", "***", "did you mean remote_url?"),
     wrong({"remote_url": "mooncakestore://h:1"}, "remote_url", "mooncakestore://h:1", "mooncake://master"),
-    wrong({"local_disk": "s3://bucket"}, "local_disk", "'s3://bucket'", "a URL and no folder"),
-    wrong({"local_disk": ""}, "local_disk", "''", "it names no folder"),
+    wrong({"local_disk": "s3://bucket"}, "local_disk", "'s3://bucket'", "a URL and no path"),
+    wrong({"local_disk": ""}, "local_disk", "''", "it names no path"),
+    wrong({"host_memory": "tcp://h:1"}, "host_memory", "'tcp://h:1'", "a URL and no path", "lwkv/host.sock"),
+    wrong({"host_memory_timeout_s": 1}, "host_memory_timeout_s", "1", "write extra_config: {host_memory_"),
     # what does not go together
+    wrong(
+        {"host_memory": "/a", "local_cpu": False, "remote_url": "redis://h"},
+        *("host_memory='/a'", "local_cpu=False", "set local_cpu to true"),
+    ),
     wrong({"local_disk": "/a"}, "max_local_disk_size=0.0 (default)", "'/a'", "a size above 0"),
     wrong({"local_cpu": False}, "local_cpu=False", "remote_url=None (default)", "switch one of them on"),
     wrong({"enable_blending": True}, "enable_blending=True", "(default)", "set use_layerwise to true"),
