@@ -52,6 +52,16 @@ def test_words_pictures_and_a_trace_come_out(tmp_path: Path, capsys: pytest.Capt
     assert "GB/s do not" in told
 
 
+def test_the_picture_of_a_prefill_says_why_it_is_not_what_the_bars_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(command, "draw_timeline", lambda spans, path, title: titles.append(title))
+    assert bench(tmp_path, "--only", "timeline") == 0
+    (title,) = titles
+    assert "one run, recorded and with stores; the medians in bars.png are of runs without these" in title
+
+
 def test_without_matplotlib_the_figures_come_out_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,15 @@ def test_json_tells_what_each_way_computed_and_how_far_it_is_from_full_prefill(
 def test_the_report_says_it_in_words(demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo() == 0
     shown = capsys.readouterr().out
-    for wanted in (*WAYS, QUESTION, "documents 3, 1, 2", "KL to full", "blend.png", "prefix_k", "15%"):
+    for wanted in (
+        *WAYS,
+        QUESTION,
+        "documents 3, 1, 2",
+        "KL to full",
+        "blend.png",
+        "prefix_k, the first of each document",
+        "15%",
+    ):
         assert wanted in shown
     assert "Fault" not in shown
 
