@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,9 +15,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 from cli.test_help import shown as shown_parser
 from properties.test_ordering import WAITS
 
+import lwkv
 from lwkv.cli import main as commands
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.plugin import NAME as CONNECTOR
@@ -154,6 +158,45 @@ def test_every_command_of_the_documents_names_programs_and_options_that_there_ar
 def options_of(words: list[str]) -> set[str]:
     program = [words[2]] if words[0] == "python" else words
     return {option for action in shown_parser(program)._actions for option in action.option_strings}
+
+
+def test_every_number_that_is_counted_is_in_the_documents(tmp_path: Path) -> None:
+    named = set(re.findall(r"`(\w+)`", "".join(path.read_text() for path in DOCUMENTS)))
+    counted = {name for path in TREE.glob("lwkv/*/**/*.py") for name in counted_in(path.read_text())}
+    assert len(counted) > 20
+    counted |= numbers_of_two_engines(str(tmp_path / "cache"))
+    assert {"disk_get_us", "disk_put_bytes", "host_hits", "pins"} <= counted
+    assert [name for name in sorted(counted) if name not in named and without_tier(name) not in named] == []
+
+
+def numbers_of_two_engines(folder: str) -> set[str]:
+    """What two engines report, of which one stores and the other loads from disk."""
+    caches = [torch.randn(2, 8, 16, 2, 8).half() for _ in range(2)]
+    metadata = lwkv.CacheMetadata("m", 2, 2, 8, torch.float16)
+    config = Config(chunk_size=32, max_local_cpu_size=0.01, local_disk=folder, max_local_disk_size=0.1)
+    request = {"tokens": list(range(64)), "slot_mapping": torch.arange(64)}
+    names: set[str] = set()
+    for stores in (True, False):
+        with lwkv.CacheEngine.create(config, metadata, caches, layout_hints={"block_size": 16}) as engine:
+            if stores:
+                engine.store(**request)
+            else:
+                assert engine.retrieve(**request).all()
+            assert engine.flush()
+            names |= engine.stats().keys()
+    return names
+
+
+def counted_in(source: str) -> Iterator[str]:
+    """The names that a module's text counts under, as far as they are written out."""
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("counters.add"):
+            yield from (str(name.value) for name in call.args[:1] if isinstance(name, ast.Constant))
+
+
+def without_tier(name: str) -> str:
+    """A name without the tier before it and the step of a histogram behind it."""
+    return re.sub("^(disk|host)_|_le_.*", "", name)
 
 
 def anchors(document: Path) -> set[str]:
