@@ -6,6 +6,7 @@ engine is ready. What SGLang and lwkv print goes to stderr.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -27,7 +28,22 @@ def main() -> None:
 def _answer(engine: Any, request: Any) -> object:
     if request == "flush":
         return engine.flush_cache().success
-    return _metrics() if request == "metrics" else engine.generate(**request)
+    if request == "metrics":
+        return _metrics()
+    if "together" in request:
+        return engine.loop.run_until_complete(_together(engine, **request))
+    return engine.generate(**request)
+
+
+async def _together(engine: Any, together: list[dict[str, Any]], aborts: dict[str, float]) -> list[Any]:
+    """Ask for all at the same time, and abort some of them by name so many seconds later."""
+
+    async def abort(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        engine.tokenizer_manager.abort_request(rid=name)
+
+    asked = [engine.async_generate(**request) for request in together]
+    return (await asyncio.gather(*asked, *(abort(*item) for item in aborts.items())))[: len(together)]
 
 
 def _metrics() -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,16 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens, and how many of the prompt's came from the device and the linker, as SGLang counts."""
+    """Greedy tokens, and how many of the prompt's came from the device and the linker, as SGLang counts.
+
+    Attributes:
+        ended: why, in SGLang's word: "length", or "abort".
+    """
 
     tokens: list[int]
     from_device: int
     from_host: int
+    ended: str
 
 
 def with_lwkv(**settings: Any) -> dict[str, Any]:
@@ -56,9 +61,19 @@ class Engine:
     """One SGLang on the CPU. Raises AssertionError with the end of its log where it has died.
 
     Every rank has a core of its own, as far as there are enough.
+
+    Args:
+        environment: of the process, beside what all have.
+        path: what Python finds modules in, beside the tree.
     """
 
-    def __init__(self, model: Path, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        environment: Mapping[str, str] | None = None,
+        path: Sequence[Path] = (),
+        **arguments: Any,
+    ) -> None:
         defaults = {
             "model_path": str(model),
             "device": "cpu",
@@ -74,14 +89,17 @@ class Engine:
             "max_total_tokens": 4096,
             "log_level": "info",
         }
+        self._asked = 0
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed with the engine
+        found = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], *map(str, path)])
+        own = {"PYTHONPATH": found, **_cores(arguments.get("tp_size", 1)), **(environment or {})}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "integrations.in_sglang.child", json.dumps(defaults | arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **ENVIRONMENT, **_cores(arguments.get("tp_size", 1))},
+            env={**os.environ, **ENVIRONMENT, **own},
             start_new_session=True,  # SGLang kills its whole group where something goes wrong
         )
         try:
@@ -92,11 +110,29 @@ class Engine:
 
     def ask(self, prompts: Sequence[list[int]], max_tokens: int = 4) -> list[Answer]:
         """Answer all prompts, which come at the same time."""
-        parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        return [
-            _answer(output)
-            for output in self._send({"input_ids": list(prompts), "sampling_params": parameters})
+        outputs = self._send({"input_ids": list(prompts), "sampling_params": _greedy(max_tokens)})
+        return [_answer(output) for output in outputs]
+
+    def ask_each(
+        self,
+        prompts: Sequence[list[int]],
+        priorities: Sequence[int],
+        aborts: Mapping[int, float],
+        max_tokens: int = 4,
+    ) -> list[Answer]:
+        """As `ask`, each with its priority; those in `aborts` are aborted so many seconds later."""
+        self._asked += 1
+        requests = [
+            {
+                "input_ids": prompt,
+                "sampling_params": _greedy(max_tokens),
+                "priority": priority,
+                "rid": f"{self._asked}-{i}",
+            }
+            for i, (prompt, priority) in enumerate(zip(prompts, priorities, strict=True))
         ]
+        named = {f"{self._asked}-{i}": seconds for i, seconds in aborts.items()}
+        return [_answer(output) for output in self._send({"together": requests, "aborts": named})]
 
     def flush(self) -> None:
         """Empty the device's cache. SGLang refuses as long as a request is not retired."""
@@ -148,14 +184,20 @@ def _cores(num_ranks: int) -> dict[str, str]:
 
 
 @contextmanager
-def started(model: Path, **arguments: Any) -> Iterator[Engine]:
-    engine = Engine(model, **arguments)
+def started(model: Path, environment: Mapping[str, str] | None = None, **arguments: Any) -> Iterator[Engine]:
+    engine = Engine(model, environment, **arguments)
     try:
         yield engine
     finally:
         engine.close()
 
 
+def _greedy(max_tokens: int) -> dict[str, Any]:
+    return {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+
 def _answer(output: dict[str, Any]) -> Answer:
-    details = output["meta_info"].get("cached_tokens_details") or {}
-    return Answer(output["output_ids"], details.get("device", 0), details.get("host", 0))
+    found = output["meta_info"]
+    details = found.get("cached_tokens_details") or {}
+    ended = found["finish_reason"]["type"]
+    return Answer(output["output_ids"], details.get("device", 0), details.get("host", 0), ended)
