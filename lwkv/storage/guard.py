@@ -23,6 +23,7 @@ from lwkv.storage.page_quarantine import PageQuarantine
 from lwkv.storage.prompt_part import PromptPart
 from lwkv.storage.tier import Lingering, Missing, Ordered, Status, Tier
 from lwkv.storage.tier_gauges import TierGauges
+from lwkv.storage.use_notes import UseNotes
 from lwkv.telemetry.busy_time import BusyTime
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -85,8 +86,11 @@ class Guard:
         self._writes = CircuitBreaker(
             tier.name, "write", NUM_WRITERS, timeout_s, counters, clock, self._throttle
         )
-        self._uses = CircuitBreaker(tier.name, "note of use", 1, timeout_s, counters, clock, self._throttle)
-        self._calls = (self._writes, self._reads, self._looks, self._uses)
+        self._notes: UseNotes | None = None
+        self._calls = [self._writes, self._reads, self._looks]
+        if self._ordered is not None:
+            self._notes = UseNotes(self._ordered, tier.name, timeout_s, counters, clock, self._throttle)
+            self._calls.append(self._notes.calls)
         self._gauges = TierGauges(tier, timeout_s, counters, clock)
         self._end = CircuitBreaker(tier.name, "close", 1, timeout_s, counters, clock)
 
@@ -130,8 +134,8 @@ class Guard:
 
     def follow(self, prompt: Sequence[ChunkKey]) -> None:
         """Let a tier that is Ordered know that a prompt is used; never blocks."""
-        if self._ordered is not None and prompt:
-            self._uses.submit(partial(self._ordered.follow, prompt, self._timeout_s))
+        if self._notes is not None and prompt:
+            self._notes.add(prompt)
 
     def gauges(self) -> dict[str, int]:
         """What there is now, as far as is known; never waits for the tier."""

@@ -113,7 +113,7 @@ def minutes(request: pytest.FixtureRequest) -> float:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    room = ("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru")
+    room = ("--maxmemory", "24mb", "--maxmemory-policy", "volatile-ttl")
     server = redis_server(valkey_program(), tmp_path / "server", *room)
     with running(server):
         yield server

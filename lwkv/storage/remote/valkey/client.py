@@ -35,6 +35,8 @@ _NEEDED = {
             *("GlideError", "ClosingError", "ConnectionError", "RequestError", "TimeoutError"),
             *("sync_commands.core.RequestType.HMGet", "GlideClient.exec", "GlideClient.hset"),
             *("GlideClient.hlen", "GlideClient.hstrlen", "GlideClient.hdel", "GlideClient.unlink"),
+            *("GlideClient.pexpireat", "ExpireOptions.HasNoExpiry"),
+            "ExpireOptions.NewExpiryGreaterThanCurrent",
         ),
         (),
     ),
@@ -165,9 +167,29 @@ class ValkeyClient:
             found = self._hmget([key, *fields], response_buffers=list(buffers))
         return [None if length is None else int(length) for length in found]
 
-    def set(self, key: str, fields: Mapping[str, memoryview | bytes]) -> None:
-        """Write fields of a hash, all at once."""
-        self._one(lambda commands: commands.hset(key, fields))
+    def set(self, key: str, fields: Mapping[str, memoryview | bytes], until_ms: int | None = None) -> bool:
+        """Write fields of a hash, all at once; if it has no end yet it ends at `until_ms` since the epoch.
+
+        False where the server refuses the end, and only that.
+        """
+        no_end = self._glide.ExpireOptions.HasNoExpiry
+        commands: list[Callable[[Any], object]] = [lambda commands: commands.hset(key, fields)]
+        if until_ms is not None:
+            commands.append(lambda commands: commands.pexpireat(key, until_ms, no_end))
+        with self._errors():
+            written, *ends = self._run(commands)
+            _checked(written)
+        return not any(isinstance(end, Exception) for end in ends)
+
+    def keep(self, keys: Sequence[str], until_ms: Sequence[int]) -> bool:
+        """Have each key end then, in ms since the epoch, unless it ends later, and count as used just now.
+
+        In this order. Keys may not be there; all have the same server. False where it refuses that.
+        """
+        later = self._glide.ExpireOptions.NewExpiryGreaterThanCurrent
+        pairs = zip(keys, until_ms, strict=True)
+        ends = self._run([partial(_end_at, key, until, later) for key, until in pairs])
+        return not any(isinstance(end, Exception) for end in ends)
 
     def lengths(self, key: str, fields: Sequence[str]) -> list[int]:
         """The length of each field in bytes; 0 where there is none."""
@@ -246,6 +268,10 @@ class ValkeyClient:
 
 def _ask_size(key: str, field: str, commands: Any) -> object:
     return commands.hstrlen(key, field)
+
+
+def _end_at(key: str, until_ms: int, option: Any, commands: Any) -> object:
+    return commands.pexpireat(key, until_ms, option)
 
 
 def _ask_length(key: str, commands: Any) -> object:

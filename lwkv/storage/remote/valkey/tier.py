@@ -23,6 +23,7 @@ from lwkv.storage.remote.valkey.address import read_address
 from lwkv.storage.remote.valkey.client import RefusedError, ValkeyClient, WrongTypeError, connect
 from lwkv.storage.remote.valkey.connections import Connections
 from lwkv.storage.remote.valkey.shards import Shard, Shards
+from lwkv.storage.remote.valkey.use_times import UseTimes
 from lwkv.storage.tier import Status, TierSetup
 from lwkv.telemetry.counters import Counters
 
@@ -64,16 +65,25 @@ class ValkeyTier:
     Args:
         connect: makes a connection. Raises ConfigError, ConnectionError.
         num_layers: of a chunk, which is there where all of them are: it may be evicted while it is written.
+        clock: seconds since the epoch.
     """
 
     name = "valkey"
 
-    def __init__(self, connect: Callable[[], ValkeyClient], num_layers: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], ValkeyClient],
+        num_layers: int,
+        counters: Counters,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._connect = connect
         self._num_layers = num_layers
         self._counters = counters
         self._shards = Shards([Shard(0, "the server")])
         self._clients = Connections(self._new_client)
+        self._uses = UseTimes(clock)
+        self._sets_ends = True
 
     def connect(self) -> None:
         """Make the first connection. Raises ConfigError, ConnectionError."""
@@ -82,12 +92,9 @@ class ValkeyTier:
 
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
         tags = [key.to_string() for key in keys]
-        by_server: dict[str, list[int]] = {}
-        for i, tag in enumerate(tags):
-            by_server.setdefault(self._shards.server_of(tag), []).append(i)
         there = [False] * len(keys)
         with self._clients.borrow() as client:
-            for server, positions in by_server.items():
+            for server, positions in self._by_server(tags).items():
                 # From the last: a server that evicts is to take the end of a prompt before its beginning.
                 last_first = positions[::-1]
                 names = [_name(tags[i]) for i in last_first]
@@ -95,6 +102,14 @@ class ValkeyTier:
                 for i, count in zip(last_first, counts, strict=True):
                     there[i] = count >= self._num_layers * FIELDS_OF_LAYER
         return there
+
+    def follow(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
+        uses = self._uses.follow([key.to_string() for key in prompt])
+        tags = [tag for tag, _ in uses]
+        with self._clients.borrow() as client:
+            for server, positions in self._by_server(tags).items():
+                names = [_name(tags[i]) for i in positions]
+                self._ask(server, partial(self._keep, client, names, [uses[i][1] for i in positions]))
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         return self._each(self._get, keys, pages, deadline_s)
@@ -104,6 +119,28 @@ class ValkeyTier:
 
     def close(self) -> None:
         self._clients.close()
+
+    def _by_server(self, tags: Sequence[str]) -> dict[str, list[int]]:
+        """The positions of the tags that each server has, in their order."""
+        found: dict[str, list[int]] = {}
+        for i, tag in enumerate(tags):
+            found.setdefault(self._shards.server_of(tag), []).append(i)
+        return found
+
+    def _keep(self, client: ValkeyClient, names: Sequence[str], until_ms: Sequence[int]) -> bool:
+        """Have the server evict these in their order; True."""
+        if self._sets_ends and not client.keep(names, until_ms):
+            self._give_up_ends()
+        if not self._sets_ends:
+            client.count_fields(names)  # which counts as a use
+        return True
+
+    def _give_up_ends(self) -> None:
+        self._sets_ends = False
+        log.warning(
+            "tier valkey: the server refuses PEXPIREAT with NX or GT: with the policy volatile-ttl it cannot "
+            "make room; it needs version 7.0 or later, and the user the right +pexpireat"
+        )
 
     def _each(
         self,
@@ -159,11 +196,14 @@ class ValkeyTier:
         name = _name(key.chunk.to_string())
         page_field, seal_field = _fields(key.layer)
         fields: dict[str, memoryview | bytes] = {page_field: page, seal_field: seal_of(key, page)}
+        until_ms = self._uses.until_ms(key.chunk.to_string()) if self._sets_ends else None
         try:
-            client.set(name, fields)
+            has_end = client.set(name, fields, until_ms)
         except WrongTypeError:
             client.remove(name)
-            client.set(name, fields)
+            has_end = client.set(name, fields, until_ms)
+        if not has_end and self._sets_ends:
+            self._give_up_ends()
         return Status.OK
 
     def _drop(self, client: ValkeyClient, name: str, why: str) -> Status:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 from storage.certificates import make_certificates, tls_options
 from storage.places import make_setup
-from storage.remote_place import ALL, LAYERS, PAGE_BYTES, Place, page_of
-from storage.rig import key
+from storage.remote_place import ALL, LAYERS, LONG_S, PAGE_BYTES, Place, page_of
+from storage.rig import key, keys
 from storage.servers import (
     REDIS_OPTIONS,
     Server,
@@ -34,7 +35,8 @@ from lwkv.keys import LayerKey
 from lwkv.storage import Status
 from lwkv.storage.remote.valkey.address import read_address
 from lwkv.storage.remote.valkey.client import ValkeyClient, connect
-from lwkv.storage.remote.valkey.tier import examine, open_tier
+from lwkv.storage.remote.valkey.tier import ValkeyTier, examine, open_tier
+from lwkv.storage.tier import Ordered
 
 SECRET = "s3cret word"
 
@@ -176,6 +178,49 @@ def test_the_beginning_of_a_prompt_is_used_last(place: OnServer, monkeypatch: py
     assert asked == [name_of(number) for number in (3, 2, 1)]
 
 
+def end_of(place: OnServer, number: int) -> int:
+    return int(place.tell("PEXPIRETIME", name_of(number))[1:])
+
+
+def test_every_chunk_has_an_end_a_little_before_that_of_the_one_in_front_of_it(place: OnServer) -> None:
+    assert isinstance(place.tier, Ordered)
+    place.tier.follow(keys(3, 4, 5), LONG_S)
+    place.store(5, 3, 4)
+    assert end_of(place, 3) - end_of(place, 4) == end_of(place, 4) - end_of(place, 5) == 1
+    before = end_of(place, 3)
+    place.tier.follow(keys(5, 6), LONG_S)
+    assert end_of(place, 3) >= before
+    assert end_of(place, 3) - end_of(place, 5) == 2
+    years = (before / 1000 - time.time()) / (365 * 24 * 3600)
+    assert 9 < years < 11
+
+
+def test_what_is_left_of_a_chunk_that_was_evicted_while_it_was_written_has_an_end_too(
+    place: OnServer,
+) -> None:
+    """A key without an end stays for ever on a server whose policy is volatile-ttl."""
+    asked = LayerKey(key(7), 1)
+    assert place.tier.put([asked], [page_of(asked)], LONG_S) == [Status.OK]
+    place.tell("DEL", name_of(7))
+    asked = LayerKey(key(7), 2)
+    assert place.tier.put([asked], [page_of(asked)], LONG_S) == [Status.OK]
+    assert end_of(place, 7) > 0
+
+
+def test_another_process_that_is_behind_does_not_bring_an_end_forward(place: OnServer) -> None:
+    assert place.server is not None
+    other = open_place(place.server, "redis://127.0.0.1:{port}")
+    assert isinstance(place.tier, Ordered)
+    assert isinstance(other.tier, ValkeyTier)
+    other.tier._uses._clock = lambda: 1e9
+    place.tier.follow(keys(1), LONG_S)
+    before = end_of(place, 1)
+    other.tier.follow(keys(1), LONG_S)
+    other.store(1)
+    assert end_of(place, 1) == before
+    other.tier.close()
+
+
 def test_a_server_that_is_full_refuses_puts_and_goes_on_answering(place: OnServer) -> None:
     place.tell("CONFIG", "SET", "maxmemory", "1")
     try:
@@ -249,7 +294,8 @@ def test_a_wrong_login_is_refused_at_the_start_and_not_shown(
         assert not any(word in told for word in ("guess", "nobody", SECRET, "s3cret"))
 
 
-RIGHTS = "~lwkv:* +hmget +hset +hstrlen +hlen +hdel +unlink +info +client|setname"  # as in docs/remote.md
+# As in docs/remote.md.
+RIGHTS = "~lwkv:* +hmget +hset +hstrlen +hlen +hdel +unlink +pexpireat +info +client|setname"
 
 
 def test_a_user_with_few_rights_is_enough(redis: Server) -> None:
@@ -269,6 +315,23 @@ def test_a_user_who_may_not_write_can_still_read(redis: Server, place: OnServer)
         reader.put(3)
     assert reader.load(1) == [ALL]
     reader.tier.close()
+
+
+def test_without_the_right_to_set_ends_chunks_are_kept_and_used_and_one_line_says_so(
+    redis: Server, place: OnServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell(redis, "ACL", "SETUSER", "old", "reset", "on", ">word", *RIGHTS.replace("+pexpireat", "").split())
+    old = open_place(redis, "redis://old:word@127.0.0.1:{port}")
+    old.store(3, 4)
+    assert isinstance(old.tier, Ordered)
+    old.tier.follow(keys(3, 4), LONG_S)
+    assert (old.there(3, 4), old.load(3, 4)) == ([True, True], [ALL, ALL])
+    (line,) = caplog.messages
+    assert "the right +pexpireat" in line
+    wait_until(lambda: b":0" not in place.tell("OBJECT", "IDLETIME", name_of(3)), "a second to pass")
+    old.tier.follow(keys(3, 4), LONG_S)
+    assert place.tell("OBJECT", "IDLETIME", name_of(3)) == b":0\r\n"
+    old.tier.close()
 
 
 def test_a_server_that_is_not_there_yet_is_reported_once_and_used_as_soon_as_it_is(

@@ -16,6 +16,7 @@ from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.guard import ask_whether_there
 from lwkv.storage.registry import open_tiers
 from lwkv.storage.tier import Ordered
+from lwkv.storage.use_notes import UseNotes
 from lwkv.telemetry.counters import Counters
 
 ANSWER_S = 0.5
@@ -29,8 +30,9 @@ class LowerTier:
         self._tier = tier
         self.name = tier.name
         self._calls = CircuitBreaker(tier.name, "lookup", 1, ANSWER_S, counters, time.monotonic)
-        self._ordered = tier if isinstance(tier, Ordered) else None
-        self._uses = CircuitBreaker(tier.name, "note of use", 1, ANSWER_S, counters, time.monotonic)
+        self._notes: UseNotes | None = None
+        if isinstance(tier, Ordered):
+            self._notes = UseNotes(tier, tier.name, ANSWER_S, counters, time.monotonic)
         self._end = Workers(f"{tier.name}-close", 1)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
@@ -40,20 +42,23 @@ class LowerTier:
         return call.result() if answered else [False] * len(keys)
 
     def follow(self, prompt: Sequence[ChunkKey]) -> None:
-        if self._ordered is not None:
-            self._uses.submit(partial(self._ordered.follow, prompt, ANSWER_S))
+        if self._notes is not None:
+            self._notes.add(prompt)
 
     def close(self) -> None:
         """Close the tier once its last call has returned, on a thread of its own: it may block."""
-        self._uses.close(ANSWER_S)
-        self._calls.close(ANSWER_S)
+        for calls in self._all_calls():
+            calls.close(ANSWER_S)
         self._end.submit(self._close)
         self._end.close(ANSWER_S)
 
     def _close(self) -> None:
-        for calls in (self._uses, self._calls):
+        for calls in self._all_calls():
             calls.wait_idle(float("inf"))
         self._tier.close()
+
+    def _all_calls(self) -> Sequence[CircuitBreaker]:
+        return (self._calls,) if self._notes is None else (self._notes.calls, self._calls)
 
 
 class LowerTiers:
