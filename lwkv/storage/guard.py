@@ -87,7 +87,7 @@ class Guard:
             tier.name, "write", NUM_WRITERS, timeout_s, counters, clock, self._throttle
         )
         self._notes: UseNotes | None = None
-        self._calls = [self._writes, self._reads, self._looks]
+        self._calls: list[CircuitBreaker] = [self._writes, self._reads, self._looks]
         if self._ordered is not None:
             self._notes = UseNotes(self._ordered, tier.name, timeout_s, counters, clock, self._throttle)
             self._calls.append(self._notes.calls)
@@ -162,7 +162,8 @@ class Guard:
         A tier has half a second to close even where nothing is left of that. False if it did not end in time.
         """
         deadline = time.monotonic() + timeout_s
-        ended = [calls.close(deadline - time.monotonic()) for calls in (*self._calls, self._gauges)]
+        ended = [calls.close(deadline - time.monotonic()) for calls in self._calls]
+        ended.append(self._gauges.close(deadline - time.monotonic()))
         self._end.submit(self._end_tier)
         closed = self._end.close(max(CLOSING_S, deadline - time.monotonic())) and all(ended)
         if not closed:

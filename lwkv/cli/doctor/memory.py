@@ -14,7 +14,9 @@ def examine_memory(report: Report, config: Config | None) -> None:
     limits, locked = read_limits(), read_lock_limit()
     report.memory = {limit.what: f"{gib(limit.total)}, {gib(limit.free)} free" for limit in limits}
     report.memory["locked memory (ulimit -l)"] = (
-        "no limit" if locked is None else f"{locked >> 10} KiB, which does not apply to GPU drivers"
+        "no limit"
+        if locked is None
+        else f"{locked >> 10} KiB; GPU drivers do not count against it, RDMA does"
     )
     if config is None:
         return

@@ -224,3 +224,46 @@ def test_what_lies_behind_a_chunk_that_only_the_engine_has_is_loaded() -> None:
     assert copies.loaded == len(read(tier)) == 3 * LAYERS
     assert copies.saved == LAYERS, "the first chunk is stored again, out of the engine's blocks"
     engine.close()
+
+
+def evict(engine: Scripted, *chunks: int) -> None:
+    """Have host memory lose these chunks of PROMPT."""
+    host = engine.ranks[0].engine.parts().storage.host
+    keys = engine.ranks[0].engine.keys(PROMPT)
+    for chunk in reversed(chunks):
+        host._order.evict_first(keys[chunk])
+    assert host.evict(len(chunks) * LAYERS)
+
+
+@pytest.mark.parametrize("has_lower", [True, False])
+def test_a_chunk_that_was_found_and_goes_before_it_is_computed_anew_is_stored_again(has_lower: bool) -> None:
+    tier = FaultyTier()
+    engine = Scripted(0, own_cache=False, budget=CHUNK, host_chunks=16, lower=[tier] if has_lower else [])
+    ask(engine, "cold")
+    evict(engine, 1)  # what is behind it is found, and not loaded
+    tier.pages = {}
+    ask(engine, "elsewhere", [1, 2, 3], 1)  # the scheduler hears of it
+    request = ScriptedRequest("warm", PROMPT, 2)
+    engine.add(request)
+    while request not in engine.running:
+        engine.step()
+    evict(engine, 2, 3)
+    copies = Copies(engine)
+    engine.run()
+    assert engine.ranks[0].engine.flush()
+    keys = engine.ranks[0].engine.keys(PROMPT)
+    host = engine.ranks[0].engine.parts().storage.host
+    assert host.contains(keys) == [True] * 4
+    assert copies.saved <= 3 * LAYERS
+    engine.close()
+
+
+def test_what_was_found_and_is_still_there_is_not_stored_again_though_it_was_computed() -> None:
+    engine = Scripted(0, own_cache=False, budget=CHUNK, host_chunks=16)
+    ask(engine, "cold")
+    evict(engine, 1)
+    ask(engine, "elsewhere", [1, 2, 3], 1)
+    copies = Copies(engine)
+    ask(engine, "warm")
+    assert copies.saved == LAYERS
+    engine.close()

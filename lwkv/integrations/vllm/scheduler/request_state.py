@@ -12,7 +12,7 @@ import numpy as np
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, packed
 from lwkv.integrations.vllm.scheduler.lookup.costs import Choice
 from lwkv.integrations.vllm.scheduler.lookup.found_chunks import FoundChunks
-from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex, RankKeys
 from lwkv.integrations.vllm.scheduler.request_chunks import RequestChunks
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import Chunking
@@ -57,6 +57,7 @@ class RequestState:
     choice: Choice | None = None
     tested_after: int = 0
     _computed: int = 0
+    _begun_with: int = 0
 
     @classmethod
     def follow(cls, request: Any, chunking: Chunking, epoch: str) -> RequestState:
@@ -73,6 +74,7 @@ class RequestState:
         self.blocks, self.to_load = list(blocks), num_loaded
         # What was ordered in an earlier run may be gone; what is cached now was looked up for this one.
         self.cared_for = self._computed = 0
+        self._begun_with = self.found.num_local + num_loaded
 
     def load(self, computed: int) -> Span:
         """What a step has to load, that begins with `computed` tokens in place, the loaded ones included."""
@@ -82,7 +84,7 @@ class RequestState:
         return Span(first, computed, min(whole, self.chunks.chunking.covered(self.chunks.num_tokens)))
 
     def store(self, index: ChunkIndex, computed: int, in_place: int) -> list[Span]:
-        """The chunks that are whole with `in_place` tokens and in no tier, each run of neighbours a span.
+        """The chunks that are whole with `in_place` tokens and may be in no tier, each run of them a span.
 
         Args:
             computed: tokens that were in place before the step. Where they are fewer than at the last step,
@@ -100,7 +102,7 @@ class RequestState:
             return []
         keys = self.chunks.keys(index, end)
         chunks = range(begin // size, -(-end // size))
-        missing = [chunk for chunk in chunks if not (self.found.has(chunk) or index.has(keys, chunk))]
+        missing = [chunk for chunk in chunks if self._may_be_missing(index, keys, chunk)]
         firsts = [chunk for chunk in missing if chunk - 1 not in missing]
         ends = [min(end, size * (chunk + 1)) for chunk in missing if chunk + 1 not in missing]
         return [Span(size * first, last, last) for first, last in zip(firsts, ends, strict=True)]
@@ -139,6 +141,17 @@ class RequestState:
         keys = [packed(own[:whole]) for own in self.chunks.keys(index, span.num_tokens) if own]
         ids = self.chunks.ids(span.num_tokens)
         return Move(ids, self.chunks.salts, _block_row(blocks, block_size, span), span.first, span.end, keys)
+
+    def _may_be_missing(self, index: ChunkIndex, keys: RankKeys, chunk: int) -> bool:
+        """Whether a chunk is to be stored, unless its rank finds it in host memory then."""
+        if not self.found.has(chunk):
+            return not index.has(keys, chunk)
+        if not self.found.are_in_host(range(chunk, chunk + 1)):
+            return False
+        # What was found in host memory and is computed nevertheless was behind a gap: it is the first to go,
+        # and may go before the scheduler hears of it.
+        is_computed = chunk * self.chunks.chunking.chunk_size >= self._begun_with
+        return is_computed or not index.has(keys, chunk)
 
     def _set_back(self, computed: int) -> None:
         """Compute again from `computed` on: what was found from there on could not be loaded."""

@@ -115,7 +115,15 @@ class ValkeyTier:
         return self._each(self._get, keys, pages, deadline_s)
 
     def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
-        return self._each(self._put, keys, pages, deadline_s)
+        # What is there already is left: several engines store the same prompts.
+        chunks = list({key.chunk: None for key in keys})
+        there = dict(zip(chunks, self.contains(chunks, deadline_s), strict=True))
+        new = [i for i, key in enumerate(keys) if not there[key.chunk]]
+        put = self._each(self._put, [keys[i] for i in new], [pages[i] for i in new], deadline_s)
+        statuses = [Status.OK] * len(keys)
+        for i, status in zip(new, put, strict=True):
+            statuses[i] = status
+        return statuses
 
     def close(self) -> None:
         self._clients.close()

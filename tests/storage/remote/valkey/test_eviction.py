@@ -23,12 +23,13 @@ from lwkv.storage.remote.valkey.tier import ValkeyTier
 from lwkv.telemetry.counters import Counters
 
 LONG_S = 30.0
-PAGE = torch.ones(1 << 14, dtype=torch.uint8)
+PAGE = torch.ones(1 << 18, dtype=torch.uint8)
+"""Large beside what a server needs for its connections, which comes and goes, and counts too."""
 LAYERS = 1
 ROOM = 60
 SPARED = 2
 """Chunks of an oracle's room that a server does not have: it makes room before it writes, so that what is new
-is there beside the beginning of its prompt, and what its connections need counts too."""
+is there beside the beginning of its prompt, and buffers count too."""
 POOL = 16
 """So many keys a server holds ready to go (EVPOOL_SIZE in its source); it does not notice that one of them is
 used again. Other wrong choices come from looking at some keys only (maxmemory-samples). What it evicts is

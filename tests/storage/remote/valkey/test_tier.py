@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,23 @@ def test_the_beginning_of_a_prompt_is_used_last(place: OnServer, monkeypatch: py
     assert asked == [name_of(number) for number in (3, 2, 1)]
 
 
+def test_what_is_there_already_is_not_sent_again(place: OnServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    write = ValkeyClient.set
+
+    def note(client: ValkeyClient, name: str, *rest: Any) -> bool:
+        sent.append(name)
+        return write(client, name, *rest)
+
+    monkeypatch.setattr(ValkeyClient, "set", note)
+    place.store(1, 2, 3)
+    assert sent == [name_of(3)] * LAYERS
+    place.tell("HDEL", name_of(1), "1:seal")
+    place.store(1)
+    assert sent[LAYERS:] == [name_of(1)] * (LAYERS - 1), "with these it is whole: its layer 0 was there"
+    assert place.load(1, 2, 3) == [ALL] * 3
+
+
 def end_of(place: OnServer, number: int) -> int:
     return int(place.tell("PEXPIRETIME", name_of(number))[1:])
 
@@ -254,11 +272,10 @@ def test_a_server_that_is_full_evicts_whole_chunks_and_what_it_promises_loads(
 
 
 def test_one_call_takes_no_longer_than_its_deadline(place: OnServer) -> None:
-    asked = [LayerKey(key(1), layer) for layer in range(LAYERS)]
-    pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in asked]
-    assert place.tier.get(asked, pages, 0.0) == [Status.ERROR] * LAYERS
-    assert place.tier.put(asked, pages, 0.0) == [Status.ERROR] * LAYERS
-    assert place.load(1) == [ALL]
+    pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(LAYERS)]
+    assert place.tier.get(key(1).split_layers(LAYERS), pages, 0.0) == [Status.ERROR] * LAYERS
+    assert place.tier.put(key(3).split_layers(LAYERS), pages, 0.0) == [Status.ERROR] * LAYERS
+    assert (place.load(1), place.there(3)) == ([ALL], [False])
 
 
 # How servers are reached.
