@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -17,6 +18,7 @@ import torch
 
 from lwkv.config.settings import Config
 from lwkv.keys import ChunkKey, LayerKey
+from lwkv.platforms.host_limits import read_lock_limit
 from lwkv.storage.remote.mooncake.client import (
     NO_MASTER,
     NOT_FOUND,
@@ -25,6 +27,7 @@ from lwkv.storage.remote.mooncake.client import (
     TRANSFER_FAILED,
     WRONG_BYTES,
     WRONG_SIZE,
+    MooncakeAddress,
     MooncakeStore,
     connect,
     import_mooncake,
@@ -32,13 +35,18 @@ from lwkv.storage.remote.mooncake.client import (
     read_address,
 )
 from lwkv.storage.remote.seal import MOST_SEAL_BYTES, seal_of
-from lwkv.storage.tier import Status, TierSetup
+from lwkv.storage.tier import WARNING, Status, TierSetup
 from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
 MOST_REREADS = 40
 REREAD_S = 0.005
 """How long a page is waited for that another process has begun to put: 40 times 5 ms."""
+
+MOST_CALLS = 16
+"""With so many calls, or fewer, the chunks of a prompt are leased, its end first. The master knows no order
+within a call."""
+MOST_UNWRITTEN = 256
 
 _WRONG = (WRONG_BYTES, WRONG_SIZE)
 
@@ -54,6 +62,8 @@ def open_tier(url: str, setup: TierSetup) -> MooncakeTier:
         probe(address)
     except ConnectionError as error:
         log.warning("tier mooncake: %s; every chunk is a miss there until it answers", error)
+    if warning := lock_limit_warning(address, setup.config, read_lock_limit()):
+        log.warning("tier mooncake: %s", warning)
     return MooncakeTier(partial(connect, address), setup.counters)
 
 
@@ -64,12 +74,31 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
     begin = time.perf_counter()
     own = probe(address)
     took_ms = 1000 * (time.perf_counter() - begin)
+    warning = lock_limit_warning(address, config, read_lock_limit())
     return {
         "server": str(address.url),
         "state": f"the master takes connections, within {took_ms:.0f} ms",
         "own address": address.local or own,
         "protocol": f"{address.protocol}, neither encrypted nor with a password: for trusted networks only",
-    }
+    } | ({WARNING: warning} if warning else {})
+
+
+def lock_limit_warning(address: MooncakeAddress, config: Config, most_locked: int | None) -> str | None:
+    """Say what to do where RDMA cannot register host memory; None where it can.
+
+    Drivers of network cards count what they lock against RLIMIT_MEMLOCK, unlike those of GPUs.
+
+    Args:
+        most_locked: bytes that the process may lock, None for as much as it likes.
+    """
+    needed = config.max_host_bytes + address.segment_bytes
+    if address.protocol != "rdma" or most_locked is None or needed <= most_locked:
+        return None
+    return (
+        f"remote_url {address.url} has protocol=rdma, which locks max_local_cpu_size and segment_gib, "
+        f"{needed / 2**30:.2f} GiB together, but this process may lock {most_locked / 2**30:.2f} GiB: raise "
+        "the limit (ulimit -l unlimited, docker run --ulimit memlock=-1), or give it CAP_IPC_LOCK"
+    )
 
 
 class MooncakeTier:
@@ -89,15 +118,25 @@ class MooncakeTier:
         self._counters = counters
         self._store: MooncakeStore | None = None
         self._connecting = threading.Lock()
+        # Prompts that are being written, by their last chunk; those followed last, at the end.
+        self._unwritten: OrderedDict[ChunkKey, Sequence[ChunkKey]] = OrderedDict()
+        self._unwritten_lock = threading.Lock()
         self._closed = False
 
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
         if not keys:
             return []
-        # From the last: a store that evicts is to take the end of a prompt before its beginning.
-        codes = self._client(deadline_s).exist([_name(LayerKey(key, 0)) for key in keys[::-1]])
+        codes = self._client(deadline_s).exist([_name(LayerKey(key, 0)) for key in keys])
         _require_master(codes)
-        return [code == 1 for code in codes[::-1]]
+        return [code == 1 for code in codes]
+
+    def follow(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
+        with self._unwritten_lock:
+            self._unwritten[prompt[-1]] = prompt
+            self._unwritten.move_to_end(prompt[-1])
+            if len(self._unwritten) > MOST_UNWRITTEN:
+                self._unwritten.popitem(last=False)
+        self._lease(prompt, deadline_s)
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         if not keys:
@@ -122,6 +161,7 @@ class MooncakeTier:
         names, groups = [_name(key) for key in keys], [key.chunk.to_string() for key in keys]
         codes = self._client(deadline_s).put(names, groups, pages, seals)
         _require_master(codes)
+        self._lease_written(keys, deadline_s)
         return [self._status(code) for code in codes]
 
     def close(self) -> None:
@@ -130,6 +170,22 @@ class MooncakeTier:
             store, self._store = self._store, None
         if store is not None:
             store.close()
+
+    def _lease_written(self, keys: Sequence[LayerKey], deadline_s: float) -> None:
+        """Lease prompts of which the last chunk was written: the master takes what came first for oldest."""
+        for key in keys:
+            with self._unwritten_lock:
+                prompt = self._unwritten.pop(key.chunk, ()) if key.layer == 0 else ()
+            if prompt:
+                self._lease(prompt, deadline_s)
+
+    def _lease(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
+        """Have the master evict the chunks of a prompt last, and its beginning after its end."""
+        size = -(-len(prompt) // MOST_CALLS)
+        client = self._client(deadline_s)
+        for end in range(len(prompt), 0, -size):
+            part = prompt[max(0, end - size) : end]
+            _require_master(client.exist([_name(LayerKey(key, 0)) for key in part]))
 
     def _client(self, deadline_s: float) -> MooncakeStore:
         if not self._connecting.acquire(timeout=deadline_s):

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from storage.places import make_setup
-from storage.remote_place import ALL, LAYERS, PAGE_BYTES, Place, page_of
-from storage.rig import key
-from storage.servers import Server, free_port, mooncake_master, mooncake_program, running, wait_until
+from storage.places import make_setup, open_only
+from storage.remote_place import ALL, LAYERS, LONG_S, PAGE_BYTES, Place, page_of
+from storage.rig import key, keys
+from storage.servers import (
+    Server,
+    free_port,
+    mooncake_master,
+    mooncake_node,
+    mooncake_program,
+    running,
+    wait_until,
+)
 
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
-from lwkv.keys import LayerKey
-from lwkv.storage import Status
+from lwkv.keys import ChunkKey, LayerKey
+from lwkv.storage import Status, Tier
 from lwkv.storage.remote.mooncake.client import MooncakeStore, import_mooncake, read_address
-from lwkv.storage.remote.mooncake.tier import examine, open_tier
+from lwkv.storage.remote.mooncake.tier import MOST_CALLS, examine, lock_limit_warning, open_tier
 from lwkv.storage.remote.remote_url import parse_remote_url
 from lwkv.storage.remote.seal import MOST_SEAL_BYTES
+from lwkv.storage.tier import WARNING, Ordered
 
+MIB = 1 << 20
 OBJECT_BYTES = PAGE_BYTES + MOST_SEAL_BYTES
 
 
@@ -35,17 +47,56 @@ def place(mooncake: Server) -> Iterator[Place]:
     opened.tier.close()
 
 
-def test_the_beginning_of_a_prompt_is_used_last(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_a_prompt_is_leased_from_its_end_when_it_is_used_and_when_it_is_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
     exist = MooncakeStore.exist
 
     def note(client: MooncakeStore, names: Sequence[str]) -> list[int]:
-        asked.extend(names)
+        asked.append(list(names))
         return exist(client, names)
 
     monkeypatch.setattr(MooncakeStore, "exist", note)
-    assert place.there(1, 2, 3) == [True, True, False]
-    assert asked == [f"lwkv.{LayerKey(key(number), 0).to_string()}" for number in (3, 2, 1)]
+    assert isinstance(place.tier, Ordered)
+    place.tier.follow(keys(1, 2, 3), LONG_S)
+    place.store(3)
+    one_by_one = [[f"lwkv.{LayerKey(key(number), 0).to_string()}"] for number in (3, 2, 1)]
+    assert asked == 2 * one_by_one
+    place.store(3)
+    assert asked == 2 * one_by_one, "once is enough"
+    place.tier.follow(keys(*range(1000)), LONG_S)
+    assert len(asked) == len(2 * one_by_one) + MOST_CALLS
+    assert not place.there(3, 4)[1]
+
+
+LEASE_MS = 100
+
+
+def test_a_store_that_is_full_evicts_a_prompt_from_its_end(tmp_path: Path) -> None:
+    """One that was stored at once: the master does not renew leases of earlier steps, see docs/remote.md."""
+    lease = f"--default_kv_lease_ttl={LEASE_MS}"
+    master = mooncake_master(mooncake_program(), tmp_path / "master", lease)
+    prompt = keys(*range(1000, 1024))
+    with running(master, mooncake_node(master, tmp_path / "node")):
+        url = f"mooncake://127.0.0.1:{master.port}"
+        tier = open_only(make_setup(MIB, 1), remote_url=url)
+        assert isinstance(tier, Ordered)
+        tier.follow(prompt, LONG_S)
+        for chunk in prompt:
+            assert is_put(tier, chunk)
+        time.sleep(2 * LEASE_MS / 1000)  # until then what is leased is younger than what is written now
+        for foreign in keys(*range(2000, 2045)):
+            wait_until(partial(is_put, tier, foreign), "the store to make room")
+        there = tier.contains(prompt, LONG_S)
+        assert 0 < sum(there) < len(prompt)
+        # Two chunks are leased in one call, so that either may go before the other.
+        assert there.index(False) >= sum(there) - 1
+        tier.close()
+
+
+def is_put(tier: Tier, chunk: ChunkKey) -> bool:
+    return tier.put([LayerKey(chunk, 0)], [torch.ones(MIB, dtype=torch.uint8)], LONG_S) == [Status.OK]
 
 
 class Objects:
@@ -254,3 +305,37 @@ def test_calls_with_no_keys_do_not_even_connect() -> None:
     place = Place(f"mooncake://127.0.0.1:{free_port()}")
     assert (place.tier.contains([], 1), place.tier.get([], [], 1), place.tier.put([], [], 1)) == ([], [], [])
     place.tier.close()
+
+
+RDMA = "mooncake://here?protocol=rdma&segment_gib=1"
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("url", "most_locked", "warns"),
+    [
+        (RDMA, 65536, True),
+        (RDMA, 3 * GIB - 1, True),
+        (RDMA, 3 * GIB, False),
+        (RDMA, None, False),
+        ("mooncake://here?segment_gib=1", 65536, False),
+    ],
+)
+def test_with_rdma_a_limit_of_locked_memory_that_is_too_low_is_a_warning_that_names_the_keys(
+    url: str, most_locked: int | None, warns: bool
+) -> None:
+    warning = lock_limit_warning(read_address(url), Config(max_local_cpu_size=2), most_locked)
+    assert (warning is not None) == warns
+    for word in ("remote_url", "max_local_cpu_size", "3.00 GiB", "ulimit -l unlimited") if warns else ():
+        assert word in str(warning)
+
+
+def test_the_warning_about_locked_memory_comes_at_the_start_and_in_the_doctor(
+    mooncake: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lwkv.storage.remote.mooncake.tier.read_lock_limit", lambda: 65536)
+    url = f"mooncake://127.0.0.1:{mooncake.port}?protocol=rdma"
+    open_tier(url, make_setup(PAGE_BYTES, LAYERS)).close()
+    (line,) = caplog.messages
+    assert "this process may lock 0.00 GiB" in line
+    assert "this process may lock 0.00 GiB" in examine(url, Config())[WARNING]
