@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -78,6 +79,15 @@ class Bed:
         self.engine.flush(flush_s)
         return tokens
 
+    def kept(self) -> list[int]:
+        """Another prompt that the tier has: on a busy machine it may be late, and be skipped for a while."""
+        tokens = self.store()
+        end = time.monotonic() + LONG_S
+        while self.load(tokens) < LENGTH:
+            assert time.monotonic() < end, "waited in vain for the tier to serve"
+            tokens = self.store()
+        return tokens
+
     def load(self, tokens: list[int], meanwhile: Callable[[], object] = lambda: None) -> int:
         """Load a prompt layer by layer, with something happening after the first; the tokens that came."""
         steps = self.engine.retrieve_layer(tokens, slot_mapping=INTO)
@@ -118,8 +128,7 @@ def test_a_server_that_fails_in_the_middle_of_a_load_costs_only_what_it_had(
     store: Store, bed: Bed, harm: Callable[[Server], None], heal: Callable[[Server], None]
 ) -> None:
     def go_through_it() -> None:
-        known = [bed.store() for _ in range(3)]
-        assert [bed.load(tokens) for tokens in known] == [LENGTH] * 3
+        known = [bed.kept() for _ in range(3)]
         bed.load(known[0], meanwhile=partial(harm, store.victim))
         for tokens in known:
             bed.load(tokens)
@@ -134,7 +143,7 @@ def test_a_server_that_fails_in_the_middle_of_a_load_costs_only_what_it_had(
 
 
 def test_closing_does_not_wait_for_a_server_that_hangs(store: Store, bed: Bed) -> None:
-    known = bed.store()
+    known = bed.kept()
     store.victim.freeze()
     try:
         bed.store(flush_s=0)
