@@ -25,9 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tensors of tests are tiny: threads that share them cost ten times what they save."""
+    """Tensors of tests are tiny: threads that share them cost ten times what they save.
+
+    No property depends on how busy the machine is: by default hypothesis fails one that takes 0.2 s.
+    """
     if not any(config.getoption(option) for option, *_ in IN_ENGINES):
         torch.set_num_threads(1)
+        from hypothesis import settings  # not there in every engine's environment
+
+        settings.register_profile("any speed", deadline=None)
+        settings.load_profile("any speed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
