@@ -128,13 +128,18 @@ def test_short_histories_of_any_kind(seed: int, kind: str) -> None:
 def test_requests_are_preempted_and_loads_come_and_fail_in_these_histories() -> None:
     engine = Scripted(0, num_blocks=22, budget=40, host_chunks=100)
     history = History(engine)
-    for _ in range(100):
+
+    def have_all_come() -> bool:
+        return engine.preempted > 5 and engine.loaded >= 5 * CHUNK and engine.failed > 0
+
+    # Chunks are stored in the background: how many steps it takes is the machine's.
+    for _ in range(5000):
         history.happen()
         engine.step()
+        if have_all_come():
+            break
+    assert have_all_come()
     engine.run()
-    assert engine.preempted > 5
-    assert engine.loaded >= 5 * CHUNK
-    assert engine.failed > 0
     engine.close()
 
 
