@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -26,6 +27,11 @@ _MODULES = {
     "mooncake": "lwkv.storage.remote.mooncake.tier",
 }
 """The module of each scheme."""
+_ADDRESSES = {
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss"), "lwkv.storage.remote.valkey.address"),
+    "mooncake": "lwkv.storage.remote.mooncake.client",
+}
+"""The module that reads a URL of each scheme without a connection, where there is one."""
 
 
 def tier_urls(config: Config) -> list[str]:
@@ -52,10 +58,13 @@ def open_tiers(setup: TierSetup, nearer: Sequence[Tier] = ()) -> list[Tier]:
     return tiers
 
 
-def check_schemes(config: Config) -> None:
-    """Raise ConfigError for a tier of a kind that there is not. Nothing is loaded, and no tier is asked."""
+def check_urls(config: Config) -> None:
+    """Raise ConfigError for a tier of a kind that there is not, and for options that a built-in one does not
+    take. No tier is asked, and no other package is loaded."""
     for url in tier_urls(config):
-        _entry(url)
+        entry = _entry(url)
+        if entry.value == _MODULES.get(entry.name) and (reader := _ADDRESSES.get(entry.name)):
+            import_module(reader).read_address(url)
 
 
 def examine_tier(url: str, config: Config) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from lwkv.integrations.vllm.settings import check_role, read_settings
-from lwkv.storage.registry import check_schemes
+from lwkv.storage.registry import check_urls
 
 OPTION = "--kv-transfer-config"
 
@@ -17,7 +17,7 @@ def check_command_line(arguments: Sequence[str], connector: str) -> None:
     Only JSON is looked at; what is given otherwise is checked when the connector is made.
 
     Raises:
-        ConfigError: as `read_settings`, `check_role` and `check_schemes`.
+        ConfigError: as `read_settings`, `check_role` and `check_urls`.
     """
     for text in _values(arguments):
         for transfer in _connectors(text):
@@ -26,7 +26,7 @@ def check_command_line(arguments: Sequence[str], connector: str) -> None:
                 role = transfer.get("kv_role")
                 settings = read_settings(extra)
                 check_role(role if isinstance(role, str) else None, settings)
-                check_schemes(settings)
+                check_urls(settings)
 
 
 def _values(arguments: Sequence[str]) -> Iterator[str]:

@@ -34,7 +34,13 @@ def test_a_wrong_setting_is_refused_before_a_model_is_loaded(form: str, inside: 
 
 
 @pytest.mark.parametrize(
-    ("url", "text"), [("reddis://h:1", r"did you mean redis\?"), ("redis://h:port", "from 1 to 65535")]
+    ("url", "text"),
+    [
+        ("reddis://h:1", r"did you mean redis\?"),
+        ("redis://h:port", "from 1 to 65535"),
+        ("redis://h?tls=yes", "there is no option 'tls'"),
+        ("mooncake://h?replicas=none", "replicas is 'none'"),
+    ],
 )
 def test_a_remote_url_that_cannot_work_is_refused_too(url: str, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"remote_url.*{text}"):
