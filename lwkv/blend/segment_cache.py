@@ -67,14 +67,12 @@ class SegmentCache:
         self.engine = engine
         self.connector: BufferConnector = engine.connector
         self.shared_prefix = shared_prefix_ids(shared_prefix)
-        self._namespace = f"{engine.namespace}-{NAMESPACE}"
-        self._prefix_salt = ",".join(map(str, self.shared_prefix))
         self._chunking = Chunking(engine.config.chunk_size, partial=True)
 
     def keys(self, tokens: TokenIds, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The keys of a segment's chunks, the last of which may be smaller."""
-        salts = (self._prefix_salt, *salts)
-        return chunk_keys(tokens, self._chunking.chunk_size, self._namespace, salts, partial=True)
+        chunk_size, namespace = self._chunking.chunk_size, self.engine.namespace
+        return segment_keys(tokens, chunk_size, namespace, self.shared_prefix, salts)
 
     def num_cached(self, tokens: Int64s, salts: Sequence[str] = ()) -> int:
         """How many leading tokens of a segment are cached, in any tier."""
@@ -84,8 +82,10 @@ class SegmentCache:
     def prefix_load(self, prompt: CheckedBlend) -> SegmentLoad | None:
         """The prompt's leading tokens as an ordinary prefill has stored them; None where none are cached."""
         hit = min(self.engine.lookup(prompt.ids, prompt.salts), len(prompt) - 1)
-        if hit <= prompt.num_local:
-            return None
+        return self.exact_load(prompt, hit) if hit > prompt.num_local else None
+
+    def exact_load(self, prompt: CheckedBlend, hit: int) -> SegmentLoad:
+        """The prompt's first `hit` tokens, less the local ones, as an ordinary prefill has stored them."""
         chunk_size = self._chunking.chunk_size
         end = min(-(-hit // chunk_size) * chunk_size, len(prompt))
         slots = prompt.slots[:end].copy()
@@ -142,6 +142,22 @@ class SegmentCache:
         checked = check_stores([request], self.connector.num_slots, self._chunking)
         keys = self.keys(tokens, salts)
         return BatchStoring(checked, replace(parts, keys_of=lambda _: keys))
+
+
+def segment_keys(
+    tokens: TokenIds,
+    chunk_size: int,
+    namespace: str,
+    shared_prefix: Sequence[int],
+    salts: Sequence[str] = (),
+) -> list[ChunkKey]:
+    """The keys of the chunks of a segment that was computed behind `shared_prefix`.
+
+    Args:
+        namespace: of the engine's own keys.
+    """
+    salts = (",".join(map(str, shared_prefix)), *salts)
+    return chunk_keys(tokens, chunk_size, f"{namespace}-{NAMESPACE}", salts, partial=True)
 
 
 def _part(

@@ -26,12 +26,17 @@ class Layout:
 
     Axes: 2 = K, then V; B = block; N = token of the block; S = slot, B and N in one; H = head; D = element
     of a head; E = D of K, then D of V.
+
+    With `k_transposed` the NE elements of a block's head are all of K as DN, then all of V as ND, whatever
+    the shape says. That cannot be seen, so the layout is never assumed. For the CPU only, whose kernels take
+    any strides.
     """
 
     name: str
     axes: str
     tensors: int = 1
     mla: bool = False
+    k_transposed: bool = False
 
     def differences(self, tensor: Tensor, spec: KVSpec) -> list[str]:
         """What is wrong with the sizes of a tensor that has the axes of this layout, axis by axis."""
@@ -53,6 +58,8 @@ class Layout:
 
     def views(self, tensors: Sequence[Tensor], spec: KVSpec) -> list[Tensor]:
         """K and V, or the one there is with MLA, as [blocks, tokens, heads, elements]; for what fits."""
+        if self.k_transposed:
+            return _transposed(tensors[0], spec)
         if "2" in self.axes:
             tensors = tensors[0].unbind(self.axes.index("2"))
         elif "E" in self.axes:
@@ -72,6 +79,7 @@ LAYOUTS = (
     Layout("vllm_2bhnd", "2BHND"),
     Layout("vllm_b2hnd", "B2HND"),
     Layout("vllm_bhn2d", "BHNE"),
+    Layout("vllm_cpu_vec", "BHNE", k_transposed=True),
     Layout("vllm_mla", "BND", mla=True),
     Layout("vllm_mla", "BHND", mla=True),
     Layout("sglang_kv", "SHD", tensors=2),
@@ -103,7 +111,7 @@ def describe_layers(
         LayoutError: no layout fits, or several that differ; memory that overlaps itself, is not dense in its
             last dimension or lies elsewhere; a dtype, name or combination that is not supported.
     """
-    known = [entry for entry in LAYOUTS if layout in (None, entry.name)]
+    known = [entry for entry in LAYOUTS if layout in (_unasked(entry), entry.name)]
     if not known and layout != "opaque":
         names = [*dict.fromkeys(entry.name for entry in LAYOUTS), "opaque"]
         raise LayoutError(f"no layout {layout!r}; there are {', '.join(names)}")
@@ -161,6 +169,20 @@ def _block_rows(name: str, blocks: Tensor) -> Tensor:
         )
     size = blocks[0].numel()
     return blocks.as_strided((blocks.shape[0], 1, 1, size), (blocks.stride(0), size, size, 1))
+
+
+def _unasked(entry: Layout) -> str | None:
+    """What `layout` is where an entry may be found: None, unless it must be named."""
+    return entry.name if entry.k_transposed else None
+
+
+def _transposed(t: Tensor, spec: KVSpec) -> list[Tensor]:
+    blocks = t.reshape(*t.shape[:2], 2, -1)
+    if blocks.data_ptr() != t.data_ptr() or t.device.type != "cpu":
+        raise LayoutError(f"{picture('K transposed', (t,))}: needs contiguous blocks in the CPU's memory")
+    k = blocks[:, :, 0].view(*t.shape[:2], spec.head_size, spec.block_size).permute(0, 3, 1, 2)
+    v = blocks[:, :, 1].view(*t.shape[:2], spec.block_size, spec.head_size).permute(0, 2, 1, 3)
+    return [k, v]
 
 
 def _to_bnhd(t: Tensor, axes: str, block_size: int) -> Tensor:

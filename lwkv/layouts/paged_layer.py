@@ -54,7 +54,8 @@ class PagedLayer:
         name: as the engine registered it.
         dtype: as registered; the views below are integers of the same size, so that NaN payloads and fp8
             stay raw bytes.
-        k, v: [num_blocks, block_size, heads, width], any strides but 1 in `width`, in the engine's memory.
+        k, v: [num_blocks, block_size, heads, width], in the engine's memory. Any strides, but 1 in `width`
+            on devices other than the CPU.
             `v` is None with MLA and where opaque blocks hold both. Opaque: [num_blocks, 1, 1, elements].
         page_format: "canonical", or "opaque:<shape of a block>:<block size>:<tag>".
         tokens_per_row: 1; the block size where a row is a whole opaque block.
@@ -129,6 +130,8 @@ class PagedLayer:
 
 def _word_bytes(view: Tensor) -> int:
     element = view.element_size()
+    if view.stride(-1) != 1:
+        return element
     steps = (view.storage_offset(), view.shape[-1], *view.stride()[:-1])
     multiples = [view.data_ptr(), *(n * element for n in steps)]
     return next(size for size in (8, 4, 2, 1) if all(n % size == 0 for n in multiples))

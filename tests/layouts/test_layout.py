@@ -74,7 +74,8 @@ def spec_of(name: str) -> KVSpec:
     return MLA if name.endswith("mla") else SPEC
 
 
-names = pytest.mark.parametrize("name", sorted({layout.name for layout in LAYOUTS}))
+FOUND = {layout.name for layout in LAYOUTS if not layout.k_transposed}
+names = pytest.mark.parametrize("name", sorted(FOUND))
 
 
 @names
@@ -95,9 +96,7 @@ def test_k_and_v_of_every_token_are_found_in_place(name: str, dtype: torch.dtype
 @settings(deadline=None)
 @given(data=st.data())
 def test_any_physical_order_padding_and_offset_is_described(data: st.DataObject) -> None:
-    name = data.draw(
-        st.sampled_from(sorted({layout.name for layout in LAYOUTS} - {"sglang_kv", "sglang_kv_hnd"}))
-    )
+    name = data.draw(st.sampled_from(sorted(FOUND - {"sglang_kv", "sglang_kv_hnd"})))
     spec = spec_of(name)
     kv = make_kv(spec, data.draw(st.integers(3, 5)), data.draw(st.sampled_from(DTYPES)))
     logical = arrange(name, kv)
@@ -128,6 +127,40 @@ def test_pages_are_packed_and_a_chunk_moves_between_blocks(name: str) -> None:
         expected = then.flatten(0, 1).clone()
         expected[9:] = expected[1 : tokens + 1].clone()
         assert torch.equal(now.flatten(0, 1), expected)
+
+
+def transposed(kv: Tensor) -> Tensor:
+    """(B, H, N, 2D), in which a block's head has all of K as (D, N), then all of V as (N, D)."""
+    k, v = kv[0].permute(0, 2, 3, 1).flatten(2), kv[1].permute(0, 2, 1, 3).flatten(2)
+    together: Tensor = torch.cat([k, v], -1)
+    return together.view(*together.shape[:2], kv.shape[2], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_are_found_where_k_is_kept_element_by_element(dtype: torch.dtype) -> None:
+    kv = make_kv(SPEC, 5, dtype)
+    registered = transposed(kv)
+    (layer,) = describe_layers([registered], SPEC, layout="vllm_cpu_vec")
+    assert layer.k.untyped_storage().data_ptr() == registered.untyped_storage().data_ptr()
+    assert same_bits(layer.k, kv[0])
+    assert layer.v is not None
+    assert same_bits(layer.v, kv[1])
+    kernels, count = TorchKernels(), torch.arange(7)
+    staging = torch.zeros(layer.page_bytes(7), dtype=torch.uint8)
+    kernels.gather(layer, staging, Rows(count + 2, count, count + 7))
+    kernels.scatter(layer, staging, Rows(count + 11, count, count + 7))
+    for part in (layer.k.flatten(0, 1), layer.v.flatten(0, 1)):
+        assert same_bits(part[11:18], part[2:9])
+    assert same_bits(transposed(torch.stack([layer.k.view(dtype), layer.v.view(dtype)])), registered)
+
+
+def test_keys_kept_element_by_element_are_never_assumed_and_need_whole_blocks() -> None:
+    registered = transposed(make_kv(SPEC, 5, torch.float32))
+    (assumed,) = describe_layers([registered], SPEC)
+    (declared,) = describe_layers([registered], SPEC, layout="vllm_cpu_vec")
+    assert not same_bits(assumed.k, declared.k)
+    with pytest.raises(LayoutError, match="contiguous blocks"):
+        describe_layers([put(registered, gap=3)], SPEC, layout="vllm_cpu_vec")
 
 
 def test_layers_of_a_block_may_be_interleaved_in_one_storage() -> None:
