@@ -19,5 +19,6 @@ ENGINE_SETTINGS = {
     "on_load_failure": VLLM,
     "prefetch_waiting": VLLM,
     "load_when": VLLM,
+    "blend_shared_prefix": VLLM,
     "on_flush": SGLANG,
 }

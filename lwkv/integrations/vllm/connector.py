@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from vllm import __version__ as vllm_version
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.engine import CacheEngine
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.blending.bring_up import make_blend_worker, make_planner
+from lwkv.integrations.vllm.blending.refusals import refuse
 from lwkv.integrations.vllm.logs import log_as_vllm
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
@@ -54,6 +58,8 @@ class LWKVConnector(KVConnectorBase_V1):
         warn_of_foreign_variables()
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         check_role(vllm_config.kv_transfer_config.kv_role, self._settings)
+        if self._settings.enable_blending:
+            refuse(vllm_config, kv_cache_config, vllm_version)
         self._orders: StepOrders | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -73,6 +79,11 @@ class LWKVConnector(KVConnectorBase_V1):
     # ---- a worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._settings.enable_blending and get_kv_transfer_group() is not self:
+            raise ConfigError(
+                "enable_blending: lwkv is inside another connector, whose hooks would take the layers of a "
+                "blend for those of a step; use LWKVConnector alone, or set enable_blending to false"
+            )
         self._worker = _make_worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> Any:
@@ -83,9 +94,13 @@ class LWKVConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin(connector_metadata)
+            # Before the pass, which fills the blocks that this uses; loads may be started behind it.
+            self._worker.encode()
 
     def has_connector_metadata(self) -> bool:
         """Whether the hooks around layers have anything to do in this step."""
+        if self._worker is not None and self._worker.calls_layers:
+            return False
         return self._connector_metadata is not None and self._connector_metadata.moves_anything
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -216,6 +231,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         most_decoded=1 + _most_drafts(vllm_config),
         weighs=settings.load_when == "cheaper",
         prefetches=settings.prefetch_waiting and bool(tier_urls(config)),
+        blending=make_planner(settings, vllm_config, index, group) if settings.enable_blending else None,
     )
 
 
@@ -237,7 +253,9 @@ def _make_worker(
     rank = Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
     if rank.number == 0 and (whole := get_current_vllm_config_or_none()) is not None:
         warn_of_outer_policy(whole.kv_transfer_config, vllm_config.kv_transfer_config, settings)
-    caches, metadata, hints = describe(vllm_config, kv_cache_config, kv_caches, rank, vllm_version)
+    caches, metadata, hints = describe(
+        vllm_config, kv_cache_config, kv_caches, rank, vllm_version, rows=settings.enable_blending
+    )
     device = next(iter(kv_caches.values())).device
     # vLLM captures its graphs after this, and page-locking would end a capture: see WorkerSide.introduce.
     engine = CacheEngine.create(
@@ -250,4 +268,10 @@ def _make_worker(
     )
     block_size = only_group(kv_cache_config).kv_cache_spec.block_size
     fails = settings.on_load_failure == "fail"
-    return WorkerSide(engine, rank.number, block_size, draft_layers(vllm_config, caches), fails)
+    blending = (
+        make_blend_worker(engine, settings, vllm_config, kv_cache_config)
+        if settings.enable_blending
+        else None
+    )
+    drafts = draft_layers(vllm_config, caches)
+    return WorkerSide(engine, rank.number, block_size, drafts, fails, blending=blending)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import NO_SLOT
@@ -83,6 +84,8 @@ class StepOrders:
         is_timed: whether all ranks are to report, so that the scheduler learns how long the step took.
         fetches: begin with this step, and go on beside the steps after it.
         released: numbers of fetches whose chunks are not needed any more.
+        blends: prompts that are blended before the step's layers compute.
+        encodes: segments that are computed alone before that, in blocks that the step's layers fill.
     """
 
     step: int
@@ -93,6 +96,8 @@ class StepOrders:
     fetches: Sequence[Fetch] = field(default=())
     released: Sequence[int] = field(default=())
     is_timed: bool = False
+    blends: Sequence[BlendOrder] = field(default=())
+    encodes: Sequence[EncodeOrder] = field(default=())
 
     @property
     def moves_anything(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from lwkv.integrations.vllm.blending.model_finder import watch
 from lwkv.integrations.vllm.command_line import check_command_line
 
 NAME = "LWKVConnector"
@@ -19,4 +20,5 @@ def register() -> None:
 
     with suppress(ValueError):  # it is registered
         KVConnectorFactory.register_connector(NAME, "lwkv.integrations.vllm", NAME)
+    watch()  # for blending, which calls the model's layers
     check_command_line(sys.argv, NAME)

@@ -43,10 +43,18 @@ class Settings(Config):
         description="Whether cached tokens are loaded only where that is faster than computing them.",
     )
 
+    blend_shared_prefix: Annotated[
+        str | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None,
+        Allowed("text or whole numbers", "null, text, or a list of token ids"),
+    ] = Field(
+        None,
+        description="What segments are computed behind when they are cached; null: a text of lwkv's own.",
+    )
+
     def _more_conflicts(self) -> Iterator[Conflict]:
-        if self.enable_blending:
-            advice = "vLLM's models cannot recompute some tokens of a prompt; leave it out"
-            yield ("enable_blending",), advice
+        if self.enable_blending and self.host_memory:
+            advice = "blending was not tried with memory that engines share; leave one of them out"
+            yield ("enable_blending", "host_memory"), advice
         if self.save_unfull_chunk and self.save_decode_cache:
             advice = "an unfilled chunk would be stored again with every token; set one of them to false"
             yield ("save_unfull_chunk", "save_decode_cache"), advice

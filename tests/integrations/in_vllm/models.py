@@ -63,6 +63,40 @@ def write_mistral(folder: Path, window: int) -> Path:
     return _write(folder, MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)))
 
 
+def write_qwen2(folder: Path) -> Path:
+    """Qwen2, whose projections have biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return _write(folder, Qwen2ForCausalLM(Qwen2Config(**SIZES)))
+
+
+def write_qwen3(folder: Path) -> Path:
+    """Qwen3, which norms each head of q and k, with YaRN."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }
+    return _write(folder, Qwen3ForCausalLM(Qwen3Config(**SIZES | {"rope_parameters": yarn})))
+
+
+def write_qwen3_moe(folder: Path) -> Path:
+    """Qwen3 with four experts a layer, two of which are used."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
+    return _write(folder, Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | experts)))
+
+
 def write_gemma(folder: Path, window: int) -> Path:
     """Gemma 3, of whose layers every other one looks back `window` tokens."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig

@@ -105,6 +105,26 @@ class Engine:
         outputs = self.llm.generate(requests, parameters, use_tqdm=False, **extra)
         return [_answer(output) for output in outputs]
 
+    def ask_with(
+        self, prompts: Sequence[list[int]], extras: Sequence[dict[str, Any]], max_tokens: int = 8
+    ) -> list[Answer]:
+        """Answer all prompts in one batch, each with arguments that vLLM passes on to the connector."""
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                logprobs=1,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=extra,
+            )
+            for extra in extras
+        ]
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        return [_answer(output) for output in self.llm.generate(requests, parameters, use_tqdm=False)]
+
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""
         assert self.llm.reset_prefix_cache()
@@ -122,12 +142,14 @@ class Engine:
         before, self._hits = self._hits, int(self.metric("vllm:external_prefix_cache_hits"))
         return self._hits - before
 
-    def abort(self, ids: list[int], after_steps: int) -> None:
+    def abort(self, ids: list[int], after_steps: int, extra: dict[str, Any] | None = None) -> None:
         """Begin a request and abort it after some of the engine's steps."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
-        parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        parameters = SamplingParams(
+            temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, extra_args=extra
+        )
         engine.add_request(f"aborted-{after_steps}", {"prompt_token_ids": ids}, parameters)
         for _ in range(after_steps):
             engine.step()

@@ -10,6 +10,7 @@ from lwkv.integrations import vllm as package
 from lwkv.integrations.vllm.plugin import register
 
 TREE = Path(__file__).parents[3]
+LOADER = "vllm.model_executor.model_loader.base_loader"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
@@ -28,10 +29,11 @@ class Factory:
 def test_the_plugin_registers_the_connector_once_however_often_it_is_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = FACTORY.split(".")
-    for end in range(1, len(names) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
+    for names in (FACTORY.split("."), LOADER.split(".")):
+        for end in range(1, len(names) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
     factory = sys.modules[FACTORY].KVConnectorFactory = Factory()  # type: ignore[attr-defined]
+    sys.modules[LOADER].BaseModelLoader = type("Loader", (), {"load_model": None})  # type: ignore[attr-defined]
     register()
     register()
     assert factory.known == {"LWKVConnector": ("lwkv.integrations.vllm", "LWKVConnector")}

@@ -46,7 +46,8 @@ def test_settings_of_vllm_may_come_from_file_and_environment(
         ({"load_when": "never"}, "cheaper or always"),
         ({"prefetch_waiting": "perhaps"}, "prefetch_waiting"),
         ({"chunksize": 64}, "chunk_size"),
-        ({"enable_blending": True}, "enable_blending"),
+        ({"enable_blending": True, "use_layerwise": False}, "enable_blending"),
+        ({"blend_shared_prefix": 5}, "text, or a list of token ids"),
         ({"save_unfull_chunk": True, "save_decode_cache": True}, "save_unfull_chunk"),
     ],
 )
@@ -94,13 +95,14 @@ def test_a_vllm_that_was_not_tested_is_reported(version: str, caplog: pytest.Log
 
 
 def test_everything_that_is_wrong_is_reported_at_once_with_the_keys_of_vllm() -> None:
-    extra = {"on_load_failure": "ignore", "chunksize": 64, "enable_blending": True, "save_decode_cache": 2}
+    extra = {"on_load_failure": "ignore", "chunksize": 64, "save_decode_cache": 2}
+    extra |= {"enable_blending": True, "use_layerwise": False}
     with pytest.raises(ConfigError) as error:
         read_settings(extra)
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         *("chunksize", "save_decode_cache", "on_load_failure"),
-        "enable_blending=True (argument)",
+        "enable_blending=True (argument) and use_layerwise=False (argument)",
     ]
     assert "on_load_failure" in lines[0]
     with pytest.raises(ConfigError, match=r"did you mean on_load_failure\?"):
@@ -138,3 +140,10 @@ def test_vllm_is_given_the_policy_that_is_set_and_a_change_is_logged(
     assert transfer.kv_load_failure_policy == wanted
     (line,) = caplog.messages
     assert f"kv_load_failure_policy was {policy!r} and is {wanted!r} now" in line
+
+
+@pytest.mark.parametrize("given", [None, "Documents follow.", [], [5, 6]])
+def test_a_shared_prefix_is_a_text_or_token_ids(given: object) -> None:
+    settings = read_settings({"enable_blending": True, "blend_shared_prefix": given})
+    found = settings.blend_shared_prefix
+    assert found == (tuple(given) if isinstance(given, list) else given)

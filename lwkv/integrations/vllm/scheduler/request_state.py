@@ -44,6 +44,7 @@ class RequestState:
         sound: leading tokens of which no rank can have computed garbage.
         spoiled_from: tokens from here are garbage, or were computed on some; None for no such.
         choice: how much of what was found last is loaded; None where that was not weighed.
+        blended_from: tokens from here were blended, or rest on such: they are not stored. None for none.
         tested_after: additions to the stale blocks when this request was compared with them last.
     """
 
@@ -55,6 +56,7 @@ class RequestState:
     sound: int = 0
     spoiled_from: int | None = None
     choice: Choice | None = None
+    blended_from: int | None = None
     tested_after: int = 0
     _computed: int = 0
     _begun_with: int = 0

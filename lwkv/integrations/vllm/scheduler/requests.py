@@ -165,7 +165,7 @@ class Requests:
         begin = computed - tracked.to_load
         written = tracked.blocks[begin // self._block_size : -(-in_place // self._block_size)]
         is_touched = self._stale.concern(-1 if anew else tracked.tested_after, written)
-        if tracked.is_settled(computed, self._policy.end(tracked.request, in_place)) and not is_touched:
+        if tracked.is_settled(computed, self._policy.end(tracked, in_place)) and not is_touched:
             self.let_sleep(tracked, in_place)
             return ()
         state = getattr(output, "kv_connector_block_state", None)

@@ -9,6 +9,8 @@ from typing import Any
 from uuid import uuid4
 
 from lwkv.config.settings import Config
+from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
+from lwkv.integrations.vllm.blending.planner import BlendPlanner
 from lwkv.integrations.vllm.orders import Fetch, Move, StepOrders
 from lwkv.integrations.vllm.reports import StepReports
 from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog, Removed, Stored
@@ -18,13 +20,14 @@ from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.lookup.step_costs import StepCosts
 from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
 from lwkv.integrations.vllm.scheduler.moves import Moves
-from lwkv.integrations.vllm.scheduler.prompt import is_cacheable
+from lwkv.integrations.vllm.scheduler.prompt import is_cacheable, wants_hits
 from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.integrations.vllm.scheduler.requests import Requests
 from lwkv.integrations.vllm.scheduler.scheduled import ScheduledRequest
 from lwkv.integrations.vllm.scheduler.steps import Steps
 from lwkv.integrations.vllm.scheduler.store_policy import StorePolicy
 from lwkv.integrations.vllm.scheduler.stores import Stores
+from lwkv.storage.tier import HOST
 from lwkv.telemetry.counters import Counters
 from lwkv.transfer import Chunking
 
@@ -53,6 +56,7 @@ class SchedulerSide:
         prefetches: whether requests wait for chunks in lower tiers; if not, steps do.
         weighs: whether only what comes sooner than it is computed is loaded; if not, all that is found.
         clock: seconds.
+        blending: plans blends; None where it is off.
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class SchedulerSide:
         prefetches: bool = True,
         weighs: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        blending: BlendPlanner | None = None,
     ) -> None:
         self.counters = Counters()
+        self.blending = blending
+        self._role, self._block_size = role, block_size
         self.index = index
         self._config = config
         self._chronicle = chronicle
@@ -93,35 +100,47 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """A request has come; it may wait for long before it is asked about."""
         if is_cacheable(request):
-            self._requests.follow(request)
+            self._follow(request)
 
     def num_new_matched_tokens(self, request: Any, num_local: int) -> int | None:
         """Tokens beyond the first `num_local` that can be loaded; asked any number of times.
 
-        None while the request is to wait: chunks are on their way to host memory.
+        None while the request is to wait: chunks are on their way to host memory, or another prompt is
+        blended in the step that is planned.
         """
         if not is_cacheable(request):
             return 0
         if self.hits.waits(request.request_id):
             return None
-        return self.hits.of(self._requests.follow(request), num_local)
+        tracked = self._follow(request)
+        hit = self.hits.of(tracked, num_local)
+        if hit is None or self.blending is None or not (self._role.loads and wants_hits(request)):
+            return hit
+        blended = self.blending.claim(request, num_local, num_local + hit)
+        tracked.blended_from = self.blending.blended_from(request)
+        return None if blended is None else max(hit, blended)
 
     def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
         """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it."""
         if not is_cacheable(request):
             return
-        tracked = self._requests.follow(request)
+        tracked = self._follow(request)
         if request.request_id in self.waiting:
             self._begun.append(request.request_id)
         if request.request_id in self.waiting or tracked.choice is not None:
             # What lower tiers did not bring in time is computed, and is to be in host memory from then on.
             tracked.found.forget_lower_tiers(num_loaded)
-        self._step_costs.note_load(tracked, num_loaded)
+        if self.blending is not None and self.blending.allocated(request, num_loaded):
+            tracked.choice = None
+        else:
+            self._step_costs.note_load(tracked, num_loaded)
         tracked.begin(blocks, num_loaded)
         self._requests.wake(tracked)
 
     def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
         """By the name of a tier, how many of the tokens that a request is about to load come from it."""
+        if self.blending is not None and self.blending.is_planned(request):
+            return {HOST: num_loaded}
         tracked = self._requests.find(request.request_id)
         return {} if tracked is None else tracked.found.sources(num_loaded)
 
@@ -136,8 +155,11 @@ class SchedulerSide:
         self._steps.current += 1
         for request_id in self._requests.end(output):
             self.waiting.leave(request_id)
+            if self.blending is not None:
+                self.blending.end(request_id)
         rests, ended = self._stores.take_rests()
         scheduled = self._requests.scheduled(output)
+        blends, encodes = self._blending_orders(scheduled, output)
         loads = self._loads(scheduled)
         self._requests.pass_step(scheduled)
         stores = self._stores.of_step(scheduled)
@@ -145,8 +167,9 @@ class SchedulerSide:
             self._requests.let_sleep(item.tracked, item.in_place)
         fetches, released = self._fetches()
         step, acknowledged = self._steps.current, self._steps.acknowledged
-        moves, is_timed = (loads, [*rests, *stores]), self._step_costs.begin(step, output)
-        return StepOrders(step, acknowledged, *moves, ended, fetches, released, is_timed)
+        is_timed = self._step_costs.begin(step, output) and not (blends or encodes)
+        moves, extra = (loads, [*rests, *stores]), (blends, encodes)
+        return StepOrders(step, acknowledged, *moves, ended, fetches, released, is_timed, *extra)
 
     def learn(self, reports: StepReports) -> None:
         """Take over what the ranks report of a step."""
@@ -167,6 +190,8 @@ class SchedulerSide:
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
         """Learn which blocks vLLM will compute again. What is behind them depends on them."""
         self._requests.learn_failed_blocks(blocks)
+        if blocks and self.blending is not None:
+            self.blending.loads_failed()
 
     def new_counts(self) -> dict[str, int]:
         """What was counted since the last call, and gauges that have changed, as WorkerMeter has them."""
@@ -190,12 +215,46 @@ class SchedulerSide:
         self._requests.clear()
         self.waiting.clear()
         self._stores.clear()
+        if self.blending is not None:
+            self.blending.reset()
         self.index.clear()
+
+    def _follow(self, request: Any) -> RequestState:
+        tracked = self._requests.follow(request)
+        if self.blending is not None:
+            self.blending.follow(request, tracked.chunks.salts)
+            # Known there also where the state is a new one, after a reset.
+            tracked.blended_from = self.blending.blended_from(request)
+        return tracked
 
     def _new_state(self, request: Any) -> RequestState:
         config = self._config
         chunking = Chunking(config.chunk_size, config.save_unfull_chunk, self.index.tokens_per_row)
         return RequestState.follow(request, chunking, self._epoch)
+
+    def _blending_orders(
+        self, scheduled: Sequence[ScheduledRequest], output: Any
+    ) -> tuple[list[BlendOrder], list[EncodeOrder]]:
+        """What a step blends, which is not loaded otherwise, and what it encodes."""
+        blends: list[BlendOrder] = []
+        encodes: list[EncodeOrder] = []
+        if self.blending is None:
+            return blends, encodes
+        self.blending.begin_step(output)
+        for item in scheduled:
+            tracked, first = item.tracked, item.computed
+            if not self.blending.has_segments(tracked.request):
+                continue
+            blend = self.blending.blend(tracked.request, tracked.chunks.salts, item.blocks())
+            if blend is not None:
+                blends.append(blend)
+                first = tracked.load(item.computed).first
+                self._steps.last_load = self._steps.current
+            if self._role.stores:
+                size = self._block_size
+                unread = item.blocks()[-(-first // size) : -(-item.in_place // size)]
+                encodes += self.blending.encode(tracked.request, tracked.chunks.salts, unread)
+        return blends, encodes
 
     def _loads(self, scheduled: Sequence[ScheduledRequest]) -> list[Move]:
         loads = [

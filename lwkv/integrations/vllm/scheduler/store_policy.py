@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from lwkv.integrations.vllm.scheduler.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,13 @@ class StorePolicy:
     stores: bool
     decodes_too: bool
 
-    def end(self, request: Any, in_place: int) -> int:
-        """Those of the first `in_place` tokens that are to be stored."""
+    def end(self, tracked: RequestState, in_place: int) -> int:
+        """Those of a request's first `in_place` tokens that are to be stored."""
         if not self.stores:
             return 0
+        request = tracked.request
+        if tracked.blended_from is not None:
+            in_place = min(in_place, tracked.blended_from)
         if self.decodes_too:
             # What comes after the known tokens are drafts, or ids that are still being sampled.
             return min(in_place, int(request.num_tokens))

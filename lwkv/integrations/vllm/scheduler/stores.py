@@ -93,7 +93,7 @@ class Stores:
             tracked.sound = min(tracked.sound, item.computed)
         else:
             tracked.sound = item.in_place
-        in_place = min(self._policy.end(tracked.request, item.in_place), tracked.sound)
+        in_place = min(self._policy.end(tracked, item.in_place), tracked.sound)
         if tracked.spoiled_from is not None:
             in_place = min(in_place, tracked.spoiled_from)
         return tracked.store(self._index, item.computed, in_place)
@@ -113,4 +113,4 @@ class Stores:
         # The last token was sampled; what stands in its place may be that of a draft.
         request: Any = tracked.request
         known, computed = int(request.num_tokens) - 1, int(request.num_computed_tokens)
-        return self._policy.end(request, min(known, computed, self._moves.num_slots(blocks)))
+        return self._policy.end(tracked, min(known, computed, self._moves.num_slots(blocks)))

@@ -12,6 +12,7 @@ import torch
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import LwkvError
 from lwkv.integrations.host_memory import wait_for_memory
+from lwkv.integrations.vllm.blending.worker import BlendWorker
 from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.worker.meter import WorkerMeter
@@ -40,6 +41,7 @@ class WorkerSide:
         draft_layers: names of the layers of a draft model, which computes when the loads have ended.
         fails: whether vLLM fails a request whose load fails, and does not compute its tokens.
         clock: seconds.
+        blending: carries out what is to be blended; None where that is off.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class WorkerSide:
         draft_layers: Collection[str] = (),
         fails: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        blending: BlendWorker | None = None,
     ) -> None:
+        self._blending = blending
         self.engine = engine
         connector = engine.connector
         self.info = RankInfo(
@@ -100,6 +104,8 @@ class WorkerSide:
         self._loads_ended, self._ended = not orders.loads, False
         self._invalid = set()
         self._is_waited_for = False
+        if self._blending is not None:
+            self._blending.begin_step(orders.blends, orders.encodes)
         self._fetch(orders)
         for move in (*orders.loads, *orders.stores):
             self._take_over_keys(move)
@@ -110,12 +116,24 @@ class WorkerSide:
 
     def look_up(self) -> None:
         """Start to copy the first layers of all loads; vLLM may still clear the blocks that they go to."""
-        # Not where chunks are still on their way to host memory: that wait is for later.
-        if not self._loads_ended and not self._loads_are_on_their_way():
+        # Not where chunks are still on their way to host memory: that wait is for later. Blends come first.
+        if not self._loads_ended and not self._orders.blends and not self._loads_are_on_their_way():
             self._load_steps.look_up()
 
+    @property
+    def calls_layers(self) -> bool:
+        """Whether the model's layers are being called from here, and hooks around them have nothing to do."""
+        return self._blending is not None and self._blending.is_running
+
+    def encode(self) -> None:
+        """Compute and store segments alone, before anything else is computed in the step."""
+        if self._blending is not None:
+            self._blending.encode()
+
     def start_load(self, hooks_come: bool = True) -> None:
-        """Queue the first layer of all loads, or all layers where no hook comes in this step."""
+        """Blend what is to be, then queue the first layer of all loads, or all where no hook comes."""
+        if self._blending is not None:
+            self._blending.blend(self._reporter.presence.on_its_way)
         if self._loads_ended:
             return
         self._wait_for_stores()
@@ -140,7 +158,7 @@ class WorkerSide:
     def invalid_blocks(self) -> set[int]:
         """The blocks whose loads failed, of which vLLM computes the tokens again. Ends the loads."""
         self._end_loads()
-        return self._invalid
+        return self._invalid if self._blending is None else self._invalid | self._blending.invalid_blocks()
 
     def end(self) -> None:
         """End the step: what it stores is on its way, or given up."""
@@ -149,7 +167,7 @@ class WorkerSide:
             return
         self._ended = True
         self._requests_ended.update(self._orders.ended)
-        if self._orders.is_timed:
+        if self._orders.is_timed or self._orders.blends:
             self._reporter.step_ended(self._orders.step, True)
         if self._orders.moves_anything:
             stored = self._end_stores()
@@ -166,6 +184,10 @@ class WorkerSide:
 
     def report(self) -> RankReport | None:
         """Changes not yet reported; None for none."""
+        if self._blending is not None:
+            encoded, lost = self._blending.take_keys()
+            self._reporter.accepted(encoded)
+            self._reporter.failed(lost)
         return self._reporter.report()
 
     def new_counts(self) -> dict[str, int]:

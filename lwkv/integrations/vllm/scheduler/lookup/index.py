@@ -102,6 +102,12 @@ class ChunkIndex:
         return max((rank.info.tokens_per_row for rank in self._ranks.values()), default=1)
 
     @property
+    def namespaces(self) -> list[str]:
+        """Of each rank's keys; none before all ranks are known."""
+        known = len(self._ranks) == self._num_ranks
+        return [self._ranks[number].info.namespace for number in sorted(self._ranks)] if known else []
+
+    @property
     def most_chunks(self) -> int:
         """Chunks that one request can load: all of them are in host memory at the end of the load."""
         return min((rank.info.most_chunks for rank in self._ranks.values()), default=0)

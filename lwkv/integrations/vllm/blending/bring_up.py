@@ -1,0 +1,135 @@
+"""Makes the two halves of blending from vLLM's configuration, and tries once whether they can work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.segment_cache import SegmentCache
+from lwkv.blend.selector import Deviation
+from lwkv.connectors.rope import Rope
+from lwkv.engine import CacheEngine
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.blending.model_finder import loaded_model
+from lwkv.integrations.vllm.blending.planner import BlendPlanner, BlendSizes
+from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
+from lwkv.integrations.vllm.blending.refusals import refuse_backend
+from lwkv.integrations.vllm.blending.tokenizer import encoder, find_separator, prefix_ids
+from lwkv.integrations.vllm.blending.worker import BlendWorker
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.settings import Settings
+from lwkv.integrations.vllm.worker.caches import layer_specs, only_group
+from lwkv.reference.hf_folder import shape_from_config
+from lwkv.reference.rope import inverse_frequencies
+
+if TYPE_CHECKING:
+    from lwkv.integrations.vllm.blending.layers import ModelLayers
+
+FARTHEST = 4096
+"""Up to this position it is tried whether keys can be moved."""
+
+
+def make_planner(settings: Settings, vllm_config: Any, index: ChunkIndex, group: Any) -> BlendPlanner:
+    """The scheduler's half. Raises ConfigError."""
+    encode = encoder(vllm_config.model_config)
+    num_layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+    layers, shares = zip(*settings.blend_plan, strict=True)
+    sizes = BlendSizes(
+        block_size=int(group.kv_cache_spec.block_size),
+        chunk_size=settings.chunk_size,
+        min_tokens=settings.blend_min_tokens,
+        most_rows=int(vllm_config.scheduler_config.max_num_batched_tokens),
+        full_layers=min((layers[-1] + 1) / num_layers, 1.0) if shares[0] > 0 else 0.0,
+        share=shares[-1],
+    )
+    return BlendPlanner(
+        sizes,
+        PromptSegments(find_separator(settings, encode)),
+        prefix_ids(settings, encode),
+        lambda key: index.has([[key]], 0),
+        lambda: next(iter(index.namespaces), None),
+    )
+
+
+def make_blend_worker(
+    engine: CacheEngine, settings: Settings, vllm_config: Any, kv_cache_config: Any
+) -> BlendWorker:
+    """A worker's half, for the model that vLLM has loaded in this process.
+
+    Raises:
+        ConfigError: a model that was not seen, whose layers cannot be called, or give other results so.
+    """
+    from lwkv.integrations.vllm.blending.check import StartCheck
+
+    model = _seen(loaded_model(vllm_config))
+    layers, block_size = _layers(model, engine, vllm_config, kv_cache_config)
+    check_layers, shares = zip(*settings.blend_plan, strict=True)
+    selector = Deviation("v", check_layers, shares)
+    if selector.layers[-1] >= layers.num_layers:
+        raise ConfigError(
+            f"blend_check_layers: got {selector.layers}; allowed are layers 1 to {layers.num_layers - 1}"
+        )
+    segments = SegmentCache(engine, prefix_ids(settings, encoder(vllm_config.model_config)))
+    rope = model_rope(vllm_config.model_config)
+    segments.connector.set_rope(rope)
+    far = min(int(vllm_config.model_config.max_model_len) - 1, FARTHEST)
+    StartCheck(model, layers, PagedRows(segments.connector), block_size, rope, far).run()
+    return BlendWorker(segments, layers, selector, block_size, engine.parts().counters)
+
+
+def _seen(model: Any) -> Any:
+    if model is None:
+        raise ConfigError(
+            "enable_blending: the model was not seen when vLLM loaded it; install lwkv, so that its plug-in "
+            "runs, or start vLLM with --worker-extension-cls "
+            "lwkv.integrations.vllm.blending.worker_extension.NoteModel; or set enable_blending to false"
+        )
+    return model
+
+
+def _layers(
+    model: Any, engine: CacheEngine, vllm_config: Any, kv_cache_config: Any
+) -> tuple[ModelLayers, int]:
+    """The model's layers, and the tokens of a block."""
+    from lwkv.integrations.vllm.blending.layers import ModelLayers
+
+    names = [layer.name for layer in engine.connector.layers]
+    spec = layer_specs(only_group(kv_cache_config))[names[0]]
+    if engine.connector.layers[0].k.shape[1] != spec.block_size:
+        raise ConfigError("enable_blending: attention cuts vLLM's blocks; set enable_blending to false")
+    limits, device = vllm_config.scheduler_config, engine.connector.device
+    most = int(limits.max_num_batched_tokens), int(limits.max_num_seqs)
+    decoder = _decoder(model, names, vllm_config)
+    return ModelLayers(decoder, vllm_config, names, spec, device, *most), int(spec.block_size)
+
+
+def model_rope(model_config: Any) -> Rope:
+    """How the model turns its keys. Raises ConfigError for a rope that depends on the prompt's length."""
+    config = dict(model_config.hf_text_config.to_dict())
+    # The rest of these architectures makes no difference to the rope; it is tried at start.
+    config |= {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "use_sliding_window": False}
+    config |= dict.fromkeys(("attention_bias", "mlp_bias", "quantization_config", "sliding_window"))
+    config.setdefault("intermediate_size", 1)
+    config.setdefault("rms_norm_eps", 1e-6)
+    return Rope(tuple(inverse_frequencies(shape_from_config(config)).tolist()))
+
+
+def _decoder(model: Any, names: list[str], vllm_config: Any) -> Any:
+    """What has the layers; each has one attention, in the order of the caches."""
+    decoder: Any = getattr(model, "model", None)
+    missing = [name for name in ("layers", "norm", "embed_input_ids") if not hasattr(decoder, name)]
+    if missing:
+        raise ConfigError(
+            f"enable_blending: {type(model).__name__} is built in another way than Llama: it lacks "
+            f"{', '.join(f'model.{name}' for name in missing)}; set enable_blending to false"
+        )
+    known = vllm_config.compilation_config.static_forward_context
+    for name in names:
+        refuse_backend(known[name].get_attn_backend().get_name())
+    places = {id(part): number for number, layer in enumerate(decoder.layers) for part in layer.modules()}
+    if [places.get(id(known[name])) for name in names] != list(range(len(decoder.layers))):
+        raise ConfigError(
+            f"enable_blending: the {len(decoder.layers)} layers of {type(model).__name__} do not have one of "
+            f"its {len(names)} caches each, in order; set enable_blending to false"
+        )
+    return decoder

@@ -1,0 +1,46 @@
+"""Calls of a model's layers for some rows of a prompt, and what is between two layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from lwkv.platforms.protocol import Int64s
+
+
+class States(NamedTuple):
+    """Rows between two layers, in the dtype of the model: (rows, hidden) each; no residual before layer 0."""
+
+    hidden: Tensor
+    residual: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Neighbouring rows of a pass that are computed in one call, the same ones in every layer.
+
+    Attributes:
+        rows: which of the pass.
+        positions: int64 (rows,), on the device.
+        metadata, slots: as vLLM's forward context has them, by the name of an attention layer.
+    """
+
+    rows: slice
+    positions: Tensor
+    metadata: dict[str, Any]
+    slots: dict[str, Tensor]
+
+
+class Layers(Protocol):
+    """What a pass asks of `ModelLayers`."""
+
+    num_layers: int
+
+    def embed(self, tokens: Int64s) -> States: ...
+
+    def calls(self, positions: Int64s, slots: Int64s) -> list[Call]: ...
+
+    def run(self, layer: int, calls: Sequence[Call], states: States) -> States: ...

@@ -1,0 +1,144 @@
+"""vLLM's own model, called layer by layer for any rows of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from lwkv.integrations.vllm.blending.calls import Call, States
+from lwkv.integrations.vllm.blending.runs import pieces
+from lwkv.platforms.protocol import Int64s
+
+
+class ModelLayers:
+    """The layers of vLLM's model, called outside its forward pass. For the thread that runs this.
+
+    A call writes the K and V of its rows to their slots with vLLM's own operations, and its attention reads
+    the blocks. Work goes to the current stream.
+
+    Args:
+        decoder: what has `layers`, `norm` and `embed_input_ids`: a model's `model`.
+        names: of the attention layers, in order, one for each of the decoder's.
+        spec: vLLM's, of their caches.
+        most_rows, most_runs: that one call may have: vLLM has reserved memory for so many.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        vllm_config: Any,
+        names: Sequence[str],
+        spec: Any,
+        device: torch.device,
+        most_rows: int,
+        most_runs: int,
+    ) -> None:
+        self._decoder, self._config, self._names = decoder, vllm_config, names
+        self._layers: Sequence[nn.Module] = list(decoder.layers)
+        self.num_layers = len(self._layers)
+        self.device = device
+        self._block_size = int(spec.block_size)
+        self._most_rows, self._most_runs = most_rows, most_runs
+        backend = vllm_config.compilation_config.static_forward_context[names[0]].get_attn_backend()
+        # One of its own: vLLM's keeps what its next step needs.
+        self._builder = backend.get_builder_cls()(spec, list(names), vllm_config, device)
+
+    def embed(self, tokens: Int64s) -> States:
+        """The states of `tokens` before the first layer."""
+        ids = torch.from_numpy(tokens).to(self.device)
+        parts = [self._decoder.embed_input_ids(part) for part in torch.split(ids, self._most_rows)]
+        return States(torch.cat(parts), None)
+
+    def calls(self, positions: Int64s, slots: Int64s) -> list[Call]:
+        """Prepare to compute the rows at `positions`, int64 (rows,), ascending, of one sequence.
+
+        Args:
+            slots: int64 (tokens,), of the sequence's tokens from its first to the last of the rows at least;
+                `block_size` neighbours fill a block in order.
+        """
+        blocks = torch.from_numpy((slots[:: self._block_size] // self._block_size).astype(np.int32))
+        blocks = blocks.to(self.device)
+        rows = torch.from_numpy(np.stack([positions, slots[positions]])).to(self.device)
+        return [
+            self._call(positions, rows, blocks, *piece)
+            for piece in pieces(positions, self._most_rows, self._most_runs)
+        ]
+
+    def run(self, layer: int, calls: Sequence[Call], states: States) -> States:
+        """Compute all rows of a pass in one layer."""
+        done = [self._run(layer, call, states) for call in calls]
+        if len(done) == 1:
+            return done[0]
+        hidden, residual = zip(*done, strict=True)
+        return States(torch.cat(hidden), torch.cat(residual))
+
+    def finish(self, states: States) -> Tensor:
+        """What the model's forward pass returns: (rows, hidden)."""
+        hidden = self._decoder.norm(states.hidden, states.residual)[0]
+        assert isinstance(hidden, Tensor)
+        return hidden
+
+    def _run(self, layer: int, call: Call, states: States) -> States:
+        residual = None if states.residual is None else states.residual[call.rows]
+        with self.forward_context(call):
+            # Its kernels write to what they are given, which nobody needs any more.
+            return States(*self._layers[layer](call.positions, states.hidden[call.rows], residual))
+
+    def forward_context(self, call: Call) -> Any:
+        """vLLM's forward context for the rows of a call, whatever runs in it."""
+        return _Context(call, self._config)
+
+    def _call(
+        self, positions: Int64s, rows: Tensor, blocks: Tensor, first: int, last: int, ends: Int64s
+    ) -> Call:
+        starts = np.concatenate([[first], ends[:-1]])
+        lengths = positions[ends - 1] + 1
+        bounds = torch.from_numpy(np.concatenate([starts, ends[-1:]]).astype(np.int32) - np.int32(first))
+        seen = torch.from_numpy(lengths.astype(np.int32)).to(self.device)
+        places, slots = rows[0, first:last], rows[1, first:last]
+        common = CommonAttentionMetadata(
+            query_start_loc=bounds.to(self.device),
+            query_start_loc_cpu=bounds,
+            seq_lens=seen,
+            num_reqs=len(ends),
+            num_actual_tokens=last - first,
+            max_query_len=int((ends - starts).max()),
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=blocks[None].expand(len(ends), -1).contiguous(),
+            slot_mapping=slots,
+            causal=True,
+        )
+        metadata = self._builder.build(0, common)
+        return Call(
+            slice(first, last),
+            places,
+            dict.fromkeys(self._names, metadata),
+            dict.fromkeys(self._names, slots),
+        )
+
+
+class _Context:
+    """vLLM's forward context for one call, in which experts are known by their names."""
+
+    def __init__(self, call: Call, vllm_config: Any) -> None:
+        self._context = set_forward_context(
+            call.metadata,
+            vllm_config,
+            num_tokens=len(call.positions),
+            slot_mapping=call.slots,
+            skip_compiled=True,
+        )
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        # Else each takes the next name of a list, as in a pass over all layers.
+        get_forward_context().all_moe_layers = None
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)

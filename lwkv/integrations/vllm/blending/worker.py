@@ -1,0 +1,195 @@
+"""A worker's half of blending: carries a step's orders out before vLLM's forward pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import numpy as np
+import torch
+
+from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.request import CheckedBlend
+from lwkv.blend.rows import Layout
+from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
+from lwkv.blend.selector import ByChange
+from lwkv.errors import DEVICE_FAILURES
+from lwkv.integrations.vllm.blending.blend_pass import BlendPass, Computed
+from lwkv.integrations.vllm.blending.calls import Layers
+from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
+from lwkv.keys import ChunkKey
+from lwkv.telemetry.counters import Counters
+from lwkv.telemetry.log_throttle import LogThrottle
+from lwkv.transfer import NO_SLOT
+
+log = logging.getLogger(__name__)
+
+
+class BlendWorker:
+    """Encodes segments and blends prompts on one engine's caches. For the thread that runs the forward pass.
+
+    Args:
+        segments: of the engine.
+        layers: vLLM's model.
+        selector: chooses the tokens to compute again, by what has changed.
+        block_size: tokens of a block.
+
+    Attributes:
+        is_running: whether vLLM's layers are being called from here: hooks around them have nothing to do.
+    """
+
+    def __init__(
+        self,
+        segments: SegmentCache,
+        layers: Layers,
+        selector: ByChange,
+        block_size: int,
+        counters: Counters,
+    ) -> None:
+        self._segments, self._layers, self._selector = segments, layers, selector
+        self._block_size = block_size
+        self._counters = counters
+        self._rows = PagedRows(segments.connector)
+        self._throttle = LogThrottle(log)
+        self.is_running = False
+        self._blends: Sequence[BlendOrder] = ()
+        self._encodes: Sequence[EncodeOrder] = ()
+        self._invalid: set[int] = set()
+        self._stored: list[ChunkKey] = []
+        self._lost: list[ChunkKey] = []
+
+    def begin_step(self, blends: Sequence[BlendOrder], encodes: Sequence[EncodeOrder]) -> None:
+        """Take the orders of a step, and forget those of the one before."""
+        self._blends, self._encodes = blends, encodes
+        self._invalid = set()
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks of the step's prompts that could not be blended, or were not; vLLM computes them again."""
+        blends, self._blends = self._blends, ()
+        for order in blends:
+            self._fail(order)
+        return self._invalid
+
+    def take_keys(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
+        """Chunks that were stored, and chunks that could not be loaded, since the last call."""
+        stored, self._stored = self._stored, []
+        lost, self._lost = self._lost, []
+        return stored, lost
+
+    def encode(self) -> None:
+        """Compute the step's segments alone and store them, once.
+
+        Their blocks can be used again behind the work queued here.
+        """
+        encodes, self._encodes = self._encodes, ()
+        for order in encodes:
+            with self._calling():
+                try:
+                    self._encode(order)
+                except DEVICE_FAILURES:
+                    self._counters.add("blend_failures")
+                    log.exception("a segment cannot be encoded: it is computed with each prompt")
+
+    def blend(self, on_their_way: Collection[ChunkKey]) -> None:
+        """Fill the blocks of the step's prompts, once, or report them as invalid.
+
+        Args:
+            on_their_way: chunks whose bytes may not have arrived in host memory yet.
+        """
+        blends, self._blends = self._blends, ()
+        for order in blends:
+            loads = self._loads(order)
+            if any(not set(on_their_way).isdisjoint(load.keys) for load in loads):
+                parts = self._segments.engine.parts()
+                parts.completions.wait_idle(parts.config.load_timeout_s)
+            with self._calling():
+                try:
+                    arrived = self._blend(order, loads)
+                except DEVICE_FAILURES:
+                    log.exception("a prompt cannot be blended: vLLM computes it")
+                    arrived = False
+            if not arrived:
+                self._fail(order)
+
+    def _encode(self, order: EncodeOrder) -> None:
+        prefix = np.array(self._segments.shared_prefix, np.int64)
+        ids = np.concatenate([prefix, order.tokens])
+        with closing(
+            self._segments.storing(order.tokens, order.slots[len(prefix) :], order.salts)
+        ) as storing:
+            calls = self._layers.calls(np.arange(len(ids)), order.slots)
+            with torch.inference_mode():
+                states = self._layers.embed(ids)
+                for layer in range(self._layers.num_layers):
+                    states = self._layers.run(layer, calls, states)
+                    storing.advance(layer)
+            storing.commit()
+        self._stored += self._segments.keys(order.tokens, order.salts)
+        self._counters.add("blend_segments_encoded")
+        self._counters.add("blend_tokens_encoded", len(order.tokens))
+
+    def _blend(self, order: BlendOrder, loads: Sequence[SegmentLoad]) -> bool:
+        """Whether all that was promised has arrived: else what was computed may rest on garbage."""
+        prompt = _prompt(order, order.end)
+        with closing(self._segments.retrieval(loads)) as retrieval:
+            layout = lay_out(prompt, loads, retrieval.hold())
+            computation = BlendPass(
+                self._layers, self._rows, layout, self._selector, self._selector.shares[-1]
+            )
+            promised = retrieval.open()
+            # A layer is waited for when the one behind it is queued.
+            computed = computation.run(lambda layer: retrieval.advance(layer + 1))
+            masks = retrieval.finish()
+        lost = [int(mask.sum()) < count for mask, count in zip(masks, promised, strict=True)]
+        for load, mask, is_lost in zip(loads, masks, lost, strict=True):
+            if is_lost:
+                self._note_lost(load, mask.numpy())
+        if any(lost):
+            return False
+        self._count(order, layout, computed)
+        return True
+
+    def _loads(self, order: BlendOrder) -> list[SegmentLoad]:
+        whole = _prompt(order, len(order.tokens))
+        exact = (
+            [self._segments.exact_load(whole, order.num_exact)] if order.num_exact > order.num_local else []
+        )
+        return exact + [
+            self._segments.segment_load(whole, segment, order.num_exact) for segment in order.segments
+        ]
+
+    def _note_lost(self, load: SegmentLoad, arrived: object) -> None:
+        slots = load.request.slots
+        missing = np.flatnonzero((slots != NO_SLOT) & ~np.asarray(arrived))
+        chunks = np.unique(missing // load.request.chunk_size).tolist()
+        self._lost += [load.keys[chunk] for chunk in chunks if chunk < len(load.keys)]
+
+    def _fail(self, order: BlendOrder) -> None:
+        slots = order.slots[order.num_local :]
+        self._invalid.update((slots // self._block_size).tolist())
+        self._counters.add("blend_tokens_lost", len(slots))
+        self._counters.add("blend_failures")
+        self._throttle.warn("a prompt of %d tokens could not be blended; vLLM computes it", order.end)
+
+    def _count(self, order: BlendOrder, layout: Layout, computed: Computed) -> None:
+        self._counters.add("blend_requests")
+        self._counters.add("blend_tokens_known", layout.known)
+        self._counters.add("blend_tokens_reused", len(layout.candidates))
+        self._counters.add("blend_tokens_chosen", computed.num_chosen)
+        self._counters.add("blend_tokens_computed", len(layout.always))
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+
+def _prompt(order: BlendOrder, num_tokens: int) -> CheckedBlend:
+    """The first `num_tokens` of a prompt; those behind `order.end` have no slot."""
+    slots = np.full(num_tokens, NO_SLOT, np.int64)
+    slots[: order.end] = order.slots[:num_tokens]
+    return CheckedBlend(order.tokens[:num_tokens], slots, order.segments, order.num_local, order.salts)

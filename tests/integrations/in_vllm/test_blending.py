@@ -1,0 +1,254 @@
+"""Blending in a real vLLM: documents in any order, beside requests that must not notice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.rig import BLOCK, CHUNK, Answer, Engine, assert_same, prompt, started, with_lwkv
+
+from lwkv.blend import Blender, BlendRequest, Deviation, NoTokens
+from lwkv.config.settings import Config
+from lwkv.reference import PagedCache, load_hf_folder, open_cache_engine
+from lwkv.reference.blending import ReferenceBlend
+
+PREFIX = [401, 402, 403, 404, 405]
+HEAD, GAP = [7, 8, 9], [3]
+
+
+class Documents:
+    """A prompt of documents between a head and a question, and where they are."""
+
+    def __init__(
+        self, documents: Sequence[list[int]], question: list[int], head: Sequence[int] = HEAD
+    ) -> None:
+        self.ids, self.segments = list(head), []
+        for document in documents:
+            self.segments.append([len(self.ids), len(self.ids) + len(document)])
+            self.ids += [*document, *GAP]
+        self.ids += question
+
+
+def documents(seed: int, *lengths: int) -> list[list[int]]:
+    return [prompt(1000 * seed + number, length) for number, length in enumerate(lengths)]
+
+
+def ask(engine: Engine, prompts: Sequence[Documents], max_tokens: int = 8) -> list[Answer]:
+    """Answer prompts in one batch, which may be blended."""
+    return engine.ask_with(
+        [one.ids for one in prompts],
+        [{"kv_transfer_params": {"lwkv_segments": one.segments}} for one in prompts],
+        max_tokens,
+    )
+
+
+def encode(engine: Engine, parts: Sequence[list[int]]) -> None:
+    """Have documents cached, as the first prompt does that has them."""
+    ask(engine, [Documents(parts, prompt(99, 40))], 1)
+    settle(engine)
+
+
+def settle(engine: Engine) -> None:
+    """Have the scheduler know what is in host memory."""
+    assert engine.flush()
+    engine.ask([prompt(98, 5)], 1)
+
+
+def compute_again(engine: Engine, share: float) -> None:
+    """Choose another share of the reused tokens than the engine was started with."""
+    engine.worker._blending._selector = Deviation("v", (1,), (share,))
+
+
+def count(engine: Engine, name: str) -> int:
+    return int(engine.worker.engine.stats().get(f"blend_{name}", 0))
+
+
+def blending(**settings: Any) -> dict[str, Any]:
+    """Engine arguments."""
+    return with_lwkv(enable_blending=True, blend_shared_prefix=PREFIX, blend_min_tokens=64, **settings)
+
+
+@pytest.fixture(scope="module")
+def shared(llama: Path) -> Iterator[Engine]:
+    settings = blending(blend_recompute_ratios=1.0) | {"max_num_batched_tokens": 1024}
+    with started(llama, enable_prefix_caching=True, **settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    compute_again(shared, 1.0)
+    yield shared
+    settle(shared)
+    shared.at_rest()
+    assert len(shared.scheduler.blending) == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_a_blend_that_computes_all_tokens_again_gives_vllms_own_answer(
+    engine: Engine, plain: Elsewhere, order: tuple[int, ...]
+) -> None:
+    parts = documents(1, 100, 150, 77)
+    encode(engine, parts)
+    asked = Documents([parts[number] for number in order], prompt(6 + order[0], 33), [11, 12, 13, 14])
+    before = count(engine, "tokens_reused")
+    assert_same(ask(engine, [asked]), plain.ask([asked.ids]))
+    # All of the documents but what stands behind the last block that they fill.
+    assert count(engine, "tokens_reused") - before > 327 - BLOCK
+
+
+def test_without_tokens_computed_again_it_equals_plain_reuse(
+    engine: Engine, llama: Path, plain: Elsewhere
+) -> None:
+    parts = documents(2, 90, 64, 71)
+    encode(engine, parts)
+    head = prompt(21, 8 * BLOCK - 225 - 2)  # so that the last document ends with a block
+    asked = Documents([parts[1], parts[2], parts[0]], prompt(22, 30), head)
+    compute_again(engine, 0.0)
+    (found,) = ask(engine, [asked], 1)
+    wanted = reused_plainly(llama, parts, asked)
+    token = found.tokens[0]
+    assert token == int(wanted.argmax())
+    assert abs(found.logprobs[0] - float(wanted[token])) < 1e-3
+    assert plain.ask([asked.ids], 1)[0].logprobs[0] != pytest.approx(found.logprobs[0], abs=1e-3)
+
+
+def reused_plainly(llama: Path, parts: Sequence[list[int]], asked: Documents) -> Any:
+    """Log-probabilities of lwkv's own engine, float32 (vocab,)."""
+    model = load_hf_folder(llama)
+    cache = PagedCache(model.shape, num_blocks=80, block_size=16)
+    settings = {"use_layerwise": True, "enable_blending": True, "blend_min_tokens": 0, "chunk_size": CHUNK}
+    with open_cache_engine(Config(max_local_cpu_size=0.1, **settings), model, cache, "tiny") as engine:
+        blender = Blender(engine, ReferenceBlend(model), shared_prefix=PREFIX, selector=NoTokens(), share=0.0)
+        for part in parts:
+            blender.encode(part, np.arange(blender.num_encoded(len(part))))
+        assert engine.flush()
+        slots = np.arange(len(asked.ids))
+        segments = [(start, end) for start, end in asked.segments]
+        (blended,) = blender.prefill([BlendRequest(asked.ids, slots, segments)])
+        return blended.logits.log_softmax(-1)
+
+
+def test_the_same_prompt_asked_exactly_afterwards_finds_nothing_blended(
+    engine: Engine, plain: Elsewhere
+) -> None:
+    parts = documents(3, 130, 101)
+    encode(engine, parts)
+    compute_again(engine, 0.0)
+    asked = Documents([parts[1], parts[0]], prompt(31, 70), prompt(32, 40))
+    (blended,) = ask(engine, [asked], 40)
+    settle(engine)
+    exact = plain.ask([asked.ids, asked.ids[:-3]], 40)
+    assert blended.logprobs != exact[0].logprobs
+    assert_same(engine.ask([asked.ids, asked.ids[:-3]], 40), exact)
+    # What it generated, too, would be found by who goes on with it.
+    longer = [*asked.ids, *blended.tokens, *prompt(33, 20)]
+    assert_same(engine.ask([longer]), plain.ask([longer]))
+    engine.forget()
+    assert_same(engine.ask([longer]), plain.ask([longer]))
+
+
+def test_the_exact_prefix_in_front_is_not_computed(engine: Engine, plain: Elsewhere) -> None:
+    """From vLLM's own cache, and from lwkv."""
+    parts = documents(4, 120, 90)
+    encode(engine, parts)
+    head = prompt(41, 3 * CHUNK)
+    engine.ask([[*head, 501]])
+    settle(engine)
+    for number, forgets in enumerate((False, True)):
+        if forgets:
+            engine.forget()
+        known = count(engine, "tokens_known")
+        asked = Documents([parts[1], parts[0]], prompt(42 + number, 25), head)
+        assert_same(ask(engine, [asked]), plain.ask([asked.ids]))
+        assert count(engine, "tokens_known") - known == 3 * CHUNK
+
+
+def test_what_was_evicted_meanwhile_is_computed(engine: Engine, plain: Elsewhere) -> None:
+    """The scheduler has not heard of it."""
+    parts = documents(5, 120, 90)
+    encode(engine, parts)
+    compute_again(engine, 0.0)
+    asked = Documents([parts[1], parts[0]], prompt(51, 25))
+    engine.evict_all()
+    computed = count(engine, "tokens_computed")
+    assert_same(ask(engine, [asked]), plain.ask([asked.ids]))
+    assert count(engine, "tokens_computed") - computed > 180
+
+
+def test_a_load_that_fails_has_vllm_compute_the_prompt(
+    engine: Engine, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = documents(6, 120, 90)
+    encode(engine, parts)
+    compute_again(engine, 0.0)
+    loader = engine.worker.engine.connector.in_place
+    load_layer = loader.load_layer
+    failed = []
+
+    def fail_once(load: Any, layer: int, *rest: Any) -> None:
+        if layer == 2 and not failed:
+            failed.append(layer)
+            raise RuntimeError("the device fails")
+        load_layer(load, layer, *rest)
+
+    monkeypatch.setattr(loader, "load_layer", fail_once)
+    asked = Documents([parts[1], parts[0]], prompt(61, 25))
+    beside = prompt(62, 200)
+    answers = ask(engine, [asked, Documents([], beside, [])])
+    assert failed
+    assert count(engine, "failures")
+    assert_same(answers, plain.ask([asked.ids, beside]))
+
+
+def test_prompts_with_a_new_prefix_in_common_are_right_in_one_batch(engine: Engine, plain: Elsewhere) -> None:
+    """vLLM gives the second one blocks that the first one has not computed yet."""
+    parts = documents(7, 70, 66)
+    encode(engine, parts)
+    head = prompt(71, 130)
+    asked = [Documents(parts, prompt(72, 30), head), Documents(parts[::-1], prompt(73, 30), head)]
+    first = Documents([], prompt(74, 30), head)
+    answers = ask(engine, [first, *asked])
+    assert_same(answers, plain.ask([first.ids, *(one.ids for one in asked)]))
+
+
+def test_aborted_and_preempted_prompts_leave_nothing_behind(engine: Engine, plain: Elsewhere) -> None:
+    parts = documents(8, 70, 66)
+    encode(engine, parts)
+    asked = Documents(parts[::-1], prompt(82, 30))
+    for steps in (1, 2):
+        engine.abort(asked.ids, steps, {"kv_transfer_params": {"lwkv_segments": asked.segments}})
+    assert_same(ask(engine, [asked]), plain.ask([asked.ids]))
+
+
+def test_requests_beside_blends_equal_an_engine_without_lwkv(engine: Engine, plain: Elsewhere) -> None:
+    """Blended ones too, where all tokens are computed again."""
+    drawn = random.Random(9)
+    known = [prompt(900 + number, drawn.randrange(20, 260)) for number in range(8)]
+    heads = [prompt(950 + number, drawn.randrange(4, 200)) for number in range(3)]
+    for turn in range(25):
+        share = drawn.choice([0.0, 0.3, 1.0])
+        compute_again(engine, share)
+        asked, is_exact = [], []
+        for number in range(drawn.randrange(1, 5)):
+            parts = drawn.sample(known, drawn.randrange(1, 4))
+            one = Documents(parts, prompt(turn * 10 + number, drawn.randrange(1, 60)), drawn.choice(heads))
+            if drawn.random() < 0.5:
+                one.segments = []
+            asked.append(one)
+            is_exact.append(share == 1.0 or not one.segments)
+        if drawn.random() < 0.2:
+            engine.forget()
+        if drawn.random() < 0.2:
+            engine.evict_all()
+        answers = ask(engine, asked, drawn.choice([1, 8]))
+        max_tokens = len(answers[0].tokens)
+        exact = [number for number, same in enumerate(is_exact) if same]
+        wanted = plain.ask([asked[number].ids for number in exact], max_tokens)
+        assert_same([answers[number] for number in exact], wanted)
+    assert count(engine, "requests") > 10

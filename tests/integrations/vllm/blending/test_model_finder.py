@@ -1,0 +1,69 @@
+"""The model is noted when vLLM loads it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lwkv.integrations.vllm.blending.model_finder import loaded_model, watch
+
+LOADER = "vllm.model_executor.model_loader.base_loader"
+
+
+class Loader:
+    """As vLLM's, as far as it is looked at."""
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        return nn.Linear(1, 1)
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Any:
+    names = LOADER.split(".")
+    for end in range(1, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
+    kind = type("BaseModelLoader", (Loader,), {})
+    sys.modules[LOADER].BaseModelLoader = kind  # type: ignore[attr-defined]
+    watch()
+    once = kind.load_model
+    watch()
+    assert kind.load_model is once
+    return kind()
+
+
+def config(**more: Any) -> Any:
+    return SimpleNamespace(**{"kv_transfer_config": object(), "compilation_config": object()} | more)
+
+
+def test_a_model_is_found_by_what_its_configuration_knows_of_its_layers(loader: Any) -> None:
+    first, second = config(), config()
+    model = loader.load_model(vllm_config=first, model_config=None)
+    other = loader.load_model(second, None, prefix="x")
+    assert loaded_model(first) is model
+    assert loaded_model(second) is other
+    # As a connector inside vLLM gets it: a copy with the same parts.
+    assert loaded_model(config(compilation_config=first.compilation_config)) is model
+    assert loaded_model(config()) is None
+
+
+def test_two_models_of_one_configuration_are_none(loader: Any) -> None:
+    one = config()
+    kept = [loader.load_model(one, None) for _ in range(2)]
+    assert len(kept) == 2
+    assert loaded_model(one) is None
+
+
+def test_models_without_a_connector_are_not_noted_and_others_not_kept(loader: Any) -> None:
+    without, one = config(kv_transfer_config=None), config()
+    model = loader.load_model(without, None)
+    assert loaded_model(without) is None
+    model = loader.load_model(one, None)
+    assert loaded_model(one) is model
+    del model
+    gc.collect()
+    assert loaded_model(one) is None

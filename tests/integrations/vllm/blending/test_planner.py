@@ -1,0 +1,274 @@
+"""Which prompts are blended, up to where, and what is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lwkv.blend.segment_cache import segment_keys
+from lwkv.integrations.vllm.blending.planner import BlendPlanner, BlendSizes
+from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
+from lwkv.keys import ChunkKey
+
+BLOCK, CHUNK = 4, 8
+SIZES = BlendSizes(BLOCK, CHUNK, min_tokens=8, most_rows=1000, full_layers=0.5, share=0.2)
+PREFIX = (7, 7, 7)
+PROMPT = list(range(100, 160))
+SEGMENTS = ((2, 18), (20, 41))
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """As much of vLLM's Request as is looked at."""
+
+    request_id: str = "one"
+    prompt_token_ids: list[int] = field(default_factory=lambda: list(PROMPT))
+    segments: Sequence[tuple[int, int]] = SEGMENTS
+    lora_request: Any = None
+
+    def __post_init__(self) -> None:
+        self.sampling_params = object()
+        self.all_token_ids = list(self.prompt_token_ids)
+        self.kv_transfer_params = {"lwkv_segments": [list(part) for part in self.segments]}
+        ends = range(BLOCK, len(self.all_token_ids) + 1, BLOCK)
+        self.block_hashes = [bytes(self.all_token_ids[:end]).ljust(64, b"-")[-32:] for end in ends]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class Bench:
+    """A planner, and what is in host memory."""
+
+    def __init__(self, sizes: BlendSizes = SIZES, prefix: Sequence[int] = PREFIX) -> None:
+        self.kept: set[ChunkKey] = set()
+        self.prefix = prefix
+        self.now = 0.0
+        self.planner = BlendPlanner(
+            sizes, PromptSegments(None), prefix, self.kept.__contains__, lambda: "model", lambda: self.now
+        )
+
+    def keys(self, request: FakeRequest, part: tuple[int, int]) -> list[ChunkKey]:
+        return segment_keys(request.prompt_token_ids[slice(*part)], CHUNK, "model", self.prefix)
+
+    def cache(self, request: FakeRequest, *parts: tuple[int, int]) -> None:
+        for part in parts:
+            self.kept.update(self.keys(request, part))
+
+    def step(self, **scheduled: int) -> None:
+        """A step that computes so many tokens of new requests."""
+        new = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in scheduled]
+        cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+        self.planner.begin_step(
+            SimpleNamespace(
+                num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached
+            )
+        )
+
+    def follow(self, request: FakeRequest) -> FakeRequest:
+        self.planner.follow(request, ())
+        return request
+
+
+def test_a_prompt_is_blended_up_to_the_last_block_that_a_cached_segment_fills() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest())
+    assert bench.planner.claim(one, 0, 0) == 0
+    bench.cache(one, *SEGMENTS)
+    assert bench.planner.claim(one, 0, 0) == 40
+    assert bench.planner.claim(one, 8, 12) == 32
+    assert bench.planner.allocated(one, 32)
+    order = bench.planner.blend(one, (), [9, 8, 7, 6, 5, 4, 3, 2, 1, 10, 11])
+    assert order is not None
+    assert (order.num_local, order.num_exact, order.end, order.segments) == (8, 12, 40, SEGMENTS)
+    assert order.slots.tolist()[:5] == [36, 37, 38, 39, 32]
+    assert order.tokens.tolist() == PROMPT[:42]
+    assert bench.planner.blend(one, (), [9]) is None
+
+
+def test_nothing_is_blended_that_an_exact_prefix_covers() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest())
+    bench.cache(one, *SEGMENTS)
+    assert bench.planner.claim(one, 40, 40) == 0
+    assert bench.planner.claim(one, 20, 40) == 0
+    assert bench.planner.blended_from(one) is None
+
+
+def test_chunks_behind_one_that_is_not_cached_are_computed() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest())
+    bench.kept.update([bench.keys(one, SEGMENTS[1])[0], bench.keys(one, SEGMENTS[1])[2]])
+    assert bench.planner.claim(one, 0, 0) == 28
+
+
+def test_what_stands_first_is_only_reused_if_it_was_computed_first() -> None:
+    parts = ((0, 16), (20, 36))
+    for prefix, end in ((PREFIX, 0), ((), 16)):
+        bench = Bench(prefix=prefix)
+        one = bench.follow(FakeRequest(segments=parts))
+        bench.cache(one, parts[0])
+        assert bench.planner.claim(one, 0, 0) == end
+
+
+def test_the_prompts_last_token_is_left_to_vllm() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest(segments=[(2, 60)]))
+    bench.cache(one, (2, 60))
+    assert bench.planner.claim(one, 0, 0) == 56
+
+
+def test_short_prompts_are_not_blended() -> None:
+    bench = Bench(replace(SIZES, min_tokens=61))
+    one = bench.follow(FakeRequest())
+    bench.cache(one, *SEGMENTS)
+    assert bench.planner.claim(one, 0, 0) == 0
+
+
+def test_a_step_blends_as_many_rows_as_it_may_have_tokens() -> None:
+    # Of reused tokens 0.5 + 0.5 * 0.2 are computed: 2 + 14 * 0.6 up to 16, and 4 + 36 * 0.6 up to 40.
+    for most_rows, end in ((10, 0), (11, 16), (25, 16), (26, 40)):
+        bench = Bench(replace(SIZES, most_rows=most_rows))
+        one = bench.follow(FakeRequest())
+        bench.cache(one, *SEGMENTS)
+        assert bench.planner.claim(one, 0, 0) == end, most_rows
+
+
+def test_a_step_blends_one_prompt_and_the_other_one_waits() -> None:
+    bench = Bench()
+    one, two = (bench.follow(FakeRequest(name)) for name in ("one", "two"))
+    bench.cache(one, *SEGMENTS)
+    assert bench.planner.claim(one, 0, 0) == 40
+    assert bench.planner.claim(two, 0, 0) == 40  # the first one did not get its blocks
+    assert bench.planner.allocated(two, 40)
+    assert bench.planner.claim(one, 0, 0) is None
+    bench.step()
+    assert bench.planner.blend(one, (), []) is None
+    assert bench.planner.claim(one, 0, 0) == 40
+
+
+def test_a_prompt_waits_for_tokens_that_another_one_computes_just_now() -> None:
+    bench = Bench()
+    one, two = (bench.follow(FakeRequest(name)) for name in ("one", "two"))
+    bench.cache(one, SEGMENTS[1])
+    assert not bench.planner.allocated(one, 0)
+    assert bench.planner.claim(two, 8, 8) is None
+    bench.step(one=60)
+    assert bench.planner.claim(two, 8, 8) == 32
+    bench.planner.loads_failed()
+    assert bench.planner.claim(two, 8, 8) is None
+    bench.planner.end("one")
+    assert bench.planner.claim(two, 8, 8) == 32
+
+
+def test_vllm_finds_nothing_that_was_blended_and_lwkv_stores_nothing_of_it() -> None:
+    bench = Bench()
+    one, other = bench.follow(FakeRequest()), FakeRequest()
+    bench.cache(one, *SEGMENTS)
+    assert bench.planner.blended_from(one) is None
+    bench.planner.claim(one, 4, 12)
+    assert one.block_hashes[:3] == other.block_hashes[:3]
+    assert not set(one.block_hashes[3:]) & set(other.block_hashes)
+    assert len(one.block_hashes) == len(other.block_hashes)
+    assert bench.planner.blended_from(one) == 12
+    bench.planner.claim(one, 20, 20)  # preempted, and found by itself
+    assert bench.planner.blended_from(one) == 12
+
+
+def test_hashes_of_another_form_are_not_blended() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest())
+    bench.cache(one, *SEGMENTS)
+    one.block_hashes.pop()
+    assert bench.planner.claim(one, 0, 0) == 0
+
+
+def test_what_vllm_does_not_take_is_not_blended() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest())
+    bench.cache(one, *SEGMENTS)
+    bench.planner.claim(one, 0, 0)
+    assert not bench.planner.allocated(one, 0)
+    assert bench.planner.blend(one, (), [1]) is None
+
+
+def test_missing_segments_are_encoded_once_where_they_have_room() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest())
+    assert bench.planner.encode(one, ("salt",), [5, 6]) == []
+    (order,) = bench.planner.encode(one, ("salt",), [5, 6, 1, 2, 3])
+    assert order.tokens.tolist() == PROMPT[2:18]
+    assert order.slots.tolist() == [20, 21, 22, 23, 24, 25, 26, 27, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    assert order.salts == ("salt",)
+    (rest,) = bench.planner.encode(one, (), [5, 6, 1, 2, 3, 4])
+    assert rest.tokens.tolist() == PROMPT[20:41]
+    assert bench.planner.encode(one, (), list(range(20))) == []
+    bench.now = 31.0
+    bench.cache(one, SEGMENTS[1])
+    assert len(bench.planner.encode(one, (), list(range(20)))) == 1
+
+
+def test_a_step_encodes_as_many_rows_as_it_may_have_tokens() -> None:
+    bench = Bench(replace(SIZES, most_rows=30))
+    one = bench.follow(FakeRequest())
+    assert len(bench.planner.encode(one, (), list(range(20)))) == 1
+    bench.step()
+    assert len(bench.planner.encode(one, (), list(range(20)))) == 1
+
+
+def test_after_a_reset_nothing_encoded_before_is_found() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest())
+    bench.cache(one, *SEGMENTS)
+    bench.planner.claim(one, 0, 0)
+    bench.planner.reset()
+    assert bench.planner.claim(one, 0, 0) == 0
+    assert bench.planner.encode(one, (), list(range(20))) == []
+    assert bench.planner.blended_from(one) == 0
+    bench.follow(one)
+    assert bench.planner.claim(one, 0, 0) == 0
+
+
+def test_requests_without_segments_are_not_kept() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest(segments=()))
+    assert not bench.planner.has_segments(one)
+    assert len(bench.planner) == 0
+    bench.follow(FakeRequest())
+    assert not bench.planner.has_segments(one)
+    bench.planner.end("one")
+    assert len(bench.planner) == 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 25), min_size=2, max_size=6, unique=True), st.integers(0, 6), st.data())
+def test_every_plan_covers_whole_blocks_and_ends_in_a_cached_segment(
+    edges: list[int], exact: int, data: st.DataObject
+) -> None:
+    bench, ends = Bench(prefix=()), sorted(edges)
+    parts = [(2 * a, 2 * b) for a, b in zip(ends[::2], ends[1::2], strict=False)]
+    one = bench.follow(FakeRequest(segments=parts))
+    keys = [key for part in parts for key in bench.keys(one, part)]
+    bench.kept.update(data.draw(st.sets(st.sampled_from(keys))))
+    claimed = bench.planner.claim(one, 0, exact * BLOCK)
+    if not claimed:
+        return
+    order = bench.planner.blend(one, (), np.arange(1, 20)) if bench.planner.allocated(one, claimed) else None
+    assert order is not None
+    assert order.end == claimed
+    assert order.end % BLOCK == 0
+    assert exact * BLOCK < order.end < one.num_tokens
+    last = order.segments[-1]
+    assert last.start < order.end <= last.end
+    assert bench.keys(one, last)[0] in bench.kept

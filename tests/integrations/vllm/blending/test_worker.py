@@ -1,0 +1,270 @@
+"""Orders carried out on lwkv's own model, called layer by layer as vLLM's is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blend.conftest import DOCUMENTS, SHARED, Bench, prompt
+from small_llama import small_shape
+from torch import Tensor
+
+from lwkv.blend import AllTokens, Deviation, NoTokens
+from lwkv.blend.attention import attend
+from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.request import Segment
+from lwkv.blend.segment_cache import SegmentCache
+from lwkv.integrations.vllm.blending.calls import Layers
+from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
+from lwkv.integrations.vllm.blending.runs import pieces
+from lwkv.integrations.vllm.blending.worker import BlendWorker
+from lwkv.platforms.protocol import Int64s
+from lwkv.reference.blending import ReferenceBlend
+from lwkv.telemetry.counters import Counters
+
+BLOCK = 5
+
+
+@dataclass
+class Call:
+    """Rows that are computed together, and the slots of all tokens."""
+
+    rows: slice
+    positions: Int64s
+    slots: Int64s
+
+
+@dataclass
+class States:
+    """What is between two layers."""
+
+    hidden: Tensor
+    residual: None = None
+
+
+class ReferenceLayers:
+    """`Layers` on lwkv's own model, with vLLM's contract: a call writes its rows, then reads the blocks."""
+
+    def __init__(self, bench: Bench, rows: PagedRows, most_rows: int = 7, most_runs: int = 3) -> None:
+        self._model, self._rows = ReferenceBlend(bench.model), rows
+        self.num_layers = self._model.num_layers
+        self._most = most_rows, most_runs
+        self.num_rows = 0
+        self.fails_at: int | None = None
+
+    def embed(self, tokens: Int64s) -> Any:
+        return States(self._model.embed(torch.from_numpy(tokens)))
+
+    def calls(self, positions: Int64s, slots: Int64s) -> list[Any]:
+        found = pieces(positions, *self._most)
+        return [Call(slice(a, b), positions[a:b], slots) for a, b, _ in found]
+
+    def run(self, layer: int, calls: Sequence[Any], states: Any) -> Any:
+        if layer == self.fails_at:
+            raise RuntimeError("the device fails")
+        return States(torch.cat([self._run(layer, call, states.hidden[call.rows]) for call in calls]))
+
+    def _run(self, layer: int, call: Call, hidden: Tensor) -> Tensor:
+        self.num_rows += len(call.positions)
+        at = torch.from_numpy(call.positions)
+        q, k, v = self._model.project(layer, hidden, self._model.angles(at, len(call.slots)))
+        self._rows.write(layer, self._rows.at(self._rows.send(call.slots[call.positions])), k, v)
+        seen = call.slots[: int(call.positions[-1]) + 1]
+        keys, values = self._rows.read(layer, self._rows.at(self._rows.send(seen)))
+        return self._model.finish(layer, hidden, attend(q, keys, values, at))
+
+
+class Rig:
+    """A worker's half and lwkv's own blender on one engine."""
+
+    def __init__(self, selector: Deviation) -> None:
+        device = torch.device("cpu")
+        self.bench = Bench(small_shape(4), device)
+        self.blender = self.bench.blender(NoTokens(), share=0.0)
+        self.segments = SegmentCache(self.bench.engine, SHARED)
+        self.rows = PagedRows(self.segments.connector)
+        self.layers = ReferenceLayers(self.bench, self.rows)
+        self.counters = Counters()
+        layers: Layers = self.layers
+        self.worker = BlendWorker(self.segments, layers, selector, BLOCK, self.counters)
+
+    def run(self, blends: Sequence[BlendOrder] = (), encodes: Sequence[EncodeOrder] = ()) -> set[int]:
+        self.worker.begin_step(blends, encodes)
+        self.worker.encode()
+        self.worker.blend(())
+        return self.worker.invalid_blocks()
+
+    def encode(self, documents: Sequence[Sequence[int]] = DOCUMENTS) -> None:
+        for document in documents:
+            slots = np.arange(len(SHARED) + len(document)) + 40
+            self.run(encodes=[EncodeOrder(np.array(document, np.int64), (), slots)])
+        assert self.bench.engine.flush()
+        self.bench.cache.fill(float("nan"))
+
+    def kv(self, slots: Int64s) -> list[tuple[Tensor, Tensor]]:
+        at = self.rows.at(self.rows.send(slots))
+        return [self.rows.read(layer, at) for layer in range(self.layers.num_layers)]
+
+    def expected(self, tokens: Sequence[int], request: Any, selector: Any, share: float, end: int) -> Any:
+        """The KV of the first `end` tokens as lwkv's own blender leaves it."""
+        blender = self.bench.blender(selector, share=share)
+        blender.prefill([request])
+        return self.kv(np.asarray(request.slot_mapping)[:end])
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    share = getattr(request, "param", 0.0)
+    rig = Rig(Deviation("v", (1,), (share,)))
+    yield rig
+    rig.bench.close()
+
+
+def whole_blocks(seed: int, count: int) -> Int64s:
+    """The slots of blocks in any order, above those that documents are encoded in."""
+    blocks = np.random.default_rng(seed).permutation(np.arange(20, 60))[:count]
+    slots: Int64s = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+    return slots
+
+
+def order_of(tokens: Sequence[int], request: Any, end: int, **more: Any) -> BlendOrder:
+    values: dict[str, Any] = {"num_local": 0, "num_exact": 0} | more
+    slots = whole_blocks(4, -(-len(tokens) // BLOCK))[:end]
+    segments = tuple(Segment(*part) for part in request.segments)
+    return BlendOrder(np.array(tokens, np.int64), (), slots, segments=segments, **values)
+
+
+def assert_near(found: Any, wanted: Any) -> None:
+    for layer in zip(found, wanted, strict=True):
+        for one, other in zip(*layer, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rig", [0.0, 1.0], indirect=True)
+def test_nothing_and_everything_computed_again_equal_lwkvs_own_blender(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    end = 45
+    order = order_of(tokens, request, end)
+    assert rig.run([order]) == set()
+    found = rig.kv(order.slots)
+    share = rig.worker._selector.shares[0]
+    selector = AllTokens() if share else NoTokens()
+    assert_near(found, rig.expected(tokens, request, selector, share, end))
+    totals = rig.counters.totals()
+    reused = sum(max(min(b, end) - a, 0) for a, b in request.segments)
+    assert totals["blend_tokens_reused"] == reused
+    assert totals["blend_tokens_computed"] == end - reused
+    assert totals["blend_tokens_chosen"] == (reused if share else 0)
+
+
+@pytest.mark.parametrize("rig", [0.3], indirect=True)
+def test_a_share_is_computed_behind_the_check_layer(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([1, 2, 0])
+    order = order_of(tokens, request, 45)
+    before = rig.layers.num_rows
+    assert rig.run([order]) == set()
+    chosen = rig.counters.totals()["blend_tokens_chosen"]
+    reused = rig.counters.totals()["blend_tokens_reused"]
+    assert round(0.3 * reused) <= chosen < reused
+    rows = rig.layers.num_rows - before
+    assert rows == 2 * 45 + (rig.layers.num_layers - 2) * (45 - reused + chosen)
+
+
+def test_what_is_local_is_not_touched_and_read(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    first = order_of(tokens, request, 45)
+    rig.run([first])
+    wanted = rig.kv(first.slots)
+    again = order_of(tokens, request, 45, num_local=20, num_exact=20)
+    assert_near(rig.kv(again.slots[:20]), [(k[:20], v[:20]) for k, v in wanted])
+    for layer in range(rig.layers.num_layers):
+        rest = rig.rows.at(rig.rows.send(again.slots[20:]))
+        k, v = rig.rows.read(layer, rest)
+        rig.rows.write(layer, rest, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan))
+    rig.run([again])
+    assert_near(rig.kv(first.slots), wanted)
+
+
+def test_an_exact_prefix_is_loaded_and_not_computed(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    engine = rig.bench.engine
+    slots = whole_blocks(4, 3)
+    states, calls = rig.layers.embed(np.array(tokens[:15])), rig.layers.calls(np.arange(15), slots)
+    for layer in range(rig.layers.num_layers):
+        states = rig.layers.run(layer, calls, states)
+    for _ in engine.store_layer(tokens[:8], kvcaches=None, slot_mapping=slots[:8]):
+        pass
+    assert engine.flush()
+    wanted = rig.kv(slots[:5])
+    rig.bench.cache.fill(float("nan"))
+    order = order_of(tokens, request, 45, num_exact=5)
+    assert rig.run([order]) == set()
+    assert_near(rig.kv(order.slots[:5]), wanted)
+    assert rig.counters.totals()["blend_tokens_known"] == 5
+
+
+def test_what_is_gone_is_computed(rig: Rig) -> None:
+    tokens, request = prompt([2, 0, 1])
+    order = order_of(tokens, request, 45)
+    assert rig.run([order]) == set()
+    assert rig.counters.totals()["blend_tokens_computed"] == 45
+    assert_near(rig.kv(order.slots), rig.expected(tokens, request, AllTokens(), 1.0, 45))
+
+
+def test_loads_that_fail_make_the_prompts_blocks_invalid(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    order = order_of(tokens, request, 45, num_local=5, num_exact=5)
+    loader = rig.segments.connector.in_place
+    load_layer = loader.load_layer
+
+    def fail(load: Any, layer: int, *rest: Any) -> None:
+        if layer == 1 and load.plan.transfer.num_chunks:
+            raise RuntimeError("the device fails")
+        load_layer(load, layer, *rest)
+
+    monkeypatch.setattr(loader, "load_layer", fail)
+    assert rig.run([order]) == set((order.slots[5:] // BLOCK).tolist())
+    stored, lost = rig.worker.take_keys()
+    assert {key for part in DOCUMENTS for key in rig.segments.keys(part)} == set(stored)
+    assert set(lost) <= set(stored)
+    assert lost
+
+
+def test_a_model_that_fails_makes_them_invalid_too(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    rig.layers.fails_at = 2
+    order = order_of(tokens, request, 45)
+    assert rig.run([order]) == set((order.slots // BLOCK).tolist())
+    assert not rig.worker.is_running
+    rig.run(encodes=[EncodeOrder(np.array([1, 2, 3]), (), np.arange(6))])
+    assert rig.counters.totals()["blend_failures"] == 2
+
+
+def test_orders_that_no_hook_has_carried_out_make_them_invalid(rig: Rig) -> None:
+    tokens, request = prompt([2, 0, 1])
+    order = order_of(tokens, request, 45)
+    rig.worker.begin_step([order], [])
+    assert rig.worker.invalid_blocks() == set((order.slots // BLOCK).tolist())
+    rig.worker.begin_step([], [])
+    assert rig.worker.invalid_blocks() == set()
+
+
+def test_an_order_is_carried_out_once(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    rig.worker.begin_step([order_of(tokens, request, 45)], [])
+    rig.worker.blend(())
+    rows = rig.layers.num_rows
+    rig.worker.blend(())
+    rig.worker.encode()
+    assert rig.layers.num_rows == rows
