@@ -154,3 +154,28 @@ def _write(folder: Path, model: Any) -> Path:
                 weights.normal_(0, 10 if "embed" in name else 1.6 / weights.shape[-1] ** 0.5)
     model.float().save_pretrained(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Beside a model: a token for every byte, and a template for chats."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {letter: 3 + n for n, letter in enumerate(letters)}
+    tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    each = "[{{ m['role'] }}] {{ m['content'] }}\n"
+    fast.chat_template = f"{{% for m in messages %}}{each}{{% endfor %}}[assistant] "
+    fast.save_pretrained(folder)
+    return folder
+
+
+def write_talking_llama(folder: Path) -> Path:
+    """Llama with that tokenizer."""
+    return write_tokenizer(write_llama(folder))

@@ -10,6 +10,7 @@ from lwkv.blend.selector import Deviation
 from lwkv.connectors.rope import Rope
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.blending.check import StartCheck
 from lwkv.integrations.vllm.blending.model_finder import loaded_model
 from lwkv.integrations.vllm.blending.planner import BlendPlanner, BlendSizes
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
@@ -59,8 +60,6 @@ def make_blend_worker(
     Raises:
         ConfigError: a model that was not seen, whose layers cannot be called, or give other results so.
     """
-    from lwkv.integrations.vllm.blending.check import StartCheck
-
     model = _seen(loaded_model(vllm_config))
     layers, block_size = _layers(model, engine, vllm_config, kv_cache_config)
     check_layers, shares = zip(*settings.blend_plan, strict=True)

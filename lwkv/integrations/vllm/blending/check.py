@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,10 +13,12 @@ from lwkv.blend.paged_rows import PagedRows
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.blending.calls import States
-from lwkv.integrations.vllm.blending.layers import ModelLayers
 from lwkv.kernels import Turn
 from lwkv.kernels.rotation import rotate
 from lwkv.platforms.protocol import Int64s
+
+if TYPE_CHECKING:
+    from lwkv.integrations.vllm.blending.layers import ModelLayers
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """By which moved keys, and rows computed apart, may differ, as a part of the largest value."""
@@ -39,9 +42,7 @@ class StartCheck:
     ) -> None:
         self._model, self._layers, self._cache, self._rope = model, layers, cache, rope
         self._far = far
-        # One block for all positions: what is read of those that have not been written counts nowhere.
-        within = np.arange(far + 1) % block_size
-        self._slots: Int64s = BLOCK * block_size + within
+        self._slots: Int64s = BLOCK * block_size + np.arange(block_size)
         self._tokens = np.array([1, 2], np.int64)
         self._name = type(model).__name__
 
@@ -62,7 +63,7 @@ class StartCheck:
             if not (torch.equal(k, same_k) and torch.equal(v, same_v) and bool(k.any())):
                 self._refuse(f"rows of layer {layer} are not found in its blocks where vLLM writes them")
         self._check_apart(own)
-        self._check_rope(written[0])
+        self._check_rope()
 
     def _check_apart(self, own: Tensor) -> None:
         """The second token alone, over the first one's keys."""
@@ -70,18 +71,30 @@ class StartCheck:
         if not _near(apart[0], own[1]):
             self._refuse("a token that is computed alone over cached keys differs from one in its prompt")
 
-    def _check_rope(self, written: tuple[Tensor, Tensor]) -> None:
-        """A key that is moved is the key that the model computes there, in the first layer."""
-        positions = np.array([self._far], np.int64)
-        self._layers.run(0, self._layers.calls(positions, self._slots), self._layers.embed(self._tokens[:1]))
-        k, v = self._cache.read(0, self._at(positions))
-        moved = written[0][:1].clone()
+    def _check_rope(self) -> None:
+        """A key that is moved is the key that the model computes there, in every layer.
+
+        A token that sees only itself has the same states wherever it stands.
+        """
+        near, there = self._alone(0), self._alone(self._far)
         angles = torch.tensor(self._rope.frequencies, dtype=torch.float64) * self._far
-        table = [part.float()[None].to(moved.device) for part in (angles.cos(), angles.sin())]
-        first = torch.zeros(1, dtype=torch.int64, device=moved.device)
-        rotate(moved, Turn(table[0], table[1], first, self._rope.interleaved))
-        if not (_near(moved, k) and _near(written[1][:1], v)):
-            self._refuse("its keys do not turn with their position as its configuration says")
+        device = self._layers.device
+        cos, sin = (part.float()[None].to(device) for part in (angles.cos(), angles.sin()))
+        turn = Turn(cos, sin, torch.zeros(1, dtype=torch.int64, device=device), self._rope.interleaved)
+        for layer, ((k, v), (k_there, v_there)) in enumerate(zip(near, there, strict=True)):
+            rotate(k, turn)
+            if not (_near(k, k_there) and _near(v, v_there)):
+                self._refuse(f"keys of layer {layer} do not turn with their position as is configured")
+
+    def _alone(self, position: int) -> list[tuple[Tensor, Tensor]]:
+        """The KV in every layer of a token that is told to stand at `position`, and sees only itself."""
+        first = np.zeros(1, np.int64)
+        (call,) = self._layers.calls(first, self._slots)
+        call = replace(call, positions=torch.full_like(call.positions, position))
+        states = self._layers.embed(self._tokens[:1])
+        for layer in range(self._layers.num_layers):
+            states = self._layers.run(layer, [call], states)
+        return self._rows(first)
 
     def _forward(self, positions: Int64s) -> Tensor:
         (call,) = self._layers.calls(positions, self._slots)

@@ -82,5 +82,7 @@ def _of_caches(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         kind = type(spec).__name__
         if kind != "FullAttentionSpec":
             yield f"layer {name!r} keeps a {kind}; a FullAttentionSpec is needed"
+        elif getattr(spec, "dtype", vllm_config.model_config.dtype) != vllm_config.model_config.dtype:
+            yield f"layer {name!r} keeps {spec.dtype}, not the model's dtype"
         elif getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
             yield f"layer {name!r} does not look at all tokens before one"

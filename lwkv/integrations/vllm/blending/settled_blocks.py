@@ -38,14 +38,14 @@ class SettledBlocks:
         """Take what a step of vLLM's scheduler output computes for computed from the next one on."""
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            self.note(new.req_id, new.num_computed_tokens + scheduled[new.req_id])
+            self.note(new.req_id, new.num_computed_tokens + scheduled.get(new.req_id, 0))
         cached = output.scheduled_cached_reqs
         # The many that only decode are settled.
         for name, computed in (
             zip(cached.req_ids, cached.num_computed_tokens, strict=True) if self._prefilling else ()
         ):
             if name in self._prefilling:
-                self.note(name, computed + scheduled[name])
+                self.note(name, computed + scheduled.get(name, 0))
 
     def note(self, request_id: str, in_place: int) -> None:
         """Take `in_place` leading tokens of a request for computed from the next step on; 0 as it begins."""

@@ -68,6 +68,7 @@ def test_a_plain_engine_is_taken() -> None:
         ({"model__uses_mrope": True}, "several dimensions"),
         ({"spec": MLAAttentionSpec(num_kv_heads=1)}, "MLAAttentionSpec"),
         ({"spec": SlidingWindowSpec(num_kv_heads=1, sliding_window=8)}, "SlidingWindowSpec"),
+        ({"spec": FullAttentionSpec(num_kv_heads=1, dtype=torch.uint8)}, "keeps torch.uint8"),
         ({"spec": FullAttentionSpec(num_kv_heads=1, sliding_window=8)}, "look at all tokens"),
         ({"spec": FullAttentionSpec(num_kv_heads=1, attention_chunk_size=8)}, "look at all tokens"),
     ],

@@ -1,0 +1,145 @@
+"""What is tried at the start, on lwkv's own model in place of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blend.conftest import SHARED, Bench
+from small_llama import small_shape
+from torch import Tensor
+
+from lwkv.blend.attention import attend
+from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.segment_cache import SegmentCache
+from lwkv.connectors.rope import Rope
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.blending.calls import Call, States
+from lwkv.integrations.vllm.blending.check import StartCheck
+from lwkv.platforms.protocol import Int64s
+from lwkv.reference.blending import ReferenceBlend
+
+BLOCK = 5
+FAR = 37
+
+
+class Layers:
+    """The layers of lwkv's own model, with vLLM's contract."""
+
+    def __init__(self, bench: Bench, rows: PagedRows) -> None:
+        self.model, self._rows = ReferenceBlend(bench.model), rows
+        self.num_layers, self.device = self.model.num_layers, torch.device("cpu")
+        self.unturned: int | None = None
+        self.spoils: Callable[[int, Tensor], Tensor] = lambda layer, hidden: hidden
+
+    def embed(self, tokens: Int64s) -> States:
+        return States(self.model.embed(torch.from_numpy(tokens)), None)
+
+    def calls(self, positions: Int64s, slots: Int64s) -> list[Call]:
+        there = torch.from_numpy(positions)
+        return [Call(slice(0, len(positions)), there, {"at": positions}, {"all": torch.from_numpy(slots)})]
+
+    def run(self, layer: int, calls: Sequence[Call], states: States) -> States:
+        (call,) = calls
+        at, slots = call.metadata["at"], call.slots["all"].numpy()
+        turned = call.positions if layer != self.unturned else torch.zeros_like(call.positions)
+        q, k, v = self.model.project(layer, states.hidden, self.model.angles(turned, 100))
+        self._rows.write(layer, self._rows.at(self._rows.send(slots[at])), k, v)
+        seen = slots[: int(at[-1]) + 1]
+        keys, values = self._rows.read(layer, self._rows.at(self._rows.send(seen)))
+        hidden = self.model.finish(layer, states.hidden, attend(q, keys, values, torch.from_numpy(at)))
+        return States(self.spoils(layer, hidden), None)
+
+    def finish(self, states: States) -> Tensor:
+        return states.hidden
+
+    def forward_context(self, call: Call) -> Any:
+        self.current = call
+        return nullcontext()
+
+
+class Model:
+    """vLLM's forward pass over all layers."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self.returns: Callable[[Tensor], Any] = lambda hidden: hidden
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, **rest: Any) -> Any:
+        spoils, self._layers.spoils = self._layers.spoils, lambda layer, hidden: hidden
+        states = self._layers.embed(input_ids.numpy())
+        for layer in range(self._layers.num_layers):
+            states = self._layers.run(layer, [self._layers.current], states)
+        self._layers.spoils = spoils
+        return self.returns(states.hidden)
+
+
+class Rig:
+    """A check and what it looks at."""
+
+    def __init__(self) -> None:
+        self.bench = Bench(small_shape(3), torch.device("cpu"))
+        self.rows = PagedRows(SegmentCache(self.bench.engine, SHARED).connector)
+        self.layers = Layers(self.bench, self.rows)
+        self.model = Model(self.layers)
+        self.rope = self.layers.model.rope
+
+    def run(self) -> None:
+        layers: Any = self.layers
+        StartCheck(self.model, layers, self.rows, BLOCK, self.rope, FAR).run()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.bench.close()
+
+
+def test_a_model_whose_layers_give_what_it_gives_is_taken(rig: Rig) -> None:
+    rig.run()
+
+
+def test_layers_that_give_something_else_are_refused(rig: Rig) -> None:
+    rig.layers.spoils = lambda layer, hidden: hidden * (1 + 1e-6 * (layer == 1))
+    with pytest.raises(ConfigError, match="Model cannot be blended: layers that are called one by one"):
+        rig.run()
+
+
+def test_rows_that_are_read_elsewhere_than_written_are_refused(rig: Rig) -> None:
+    read = rig.rows.read
+
+    def elsewhere(layer: int, rows: Any) -> Any:
+        k, v = read(layer, rows)
+        return (k, v) if layer != 2 else (torch.zeros_like(k), v)
+
+    check: Any = rig.rows
+    rig.layers._rows = PagedRows(SegmentCache(rig.bench.engine, SHARED).connector)
+    check.read = elsewhere
+    with pytest.raises(ConfigError, match="rows of layer 2 are not found"):
+        rig.run()
+
+
+def test_other_frequencies_are_refused(rig: Rig) -> None:
+    frequencies = np.array(rig.rope.frequencies)
+    frequencies[-1] *= 1.01
+    rig.rope = Rope(tuple(frequencies.tolist()))
+    with pytest.raises(ConfigError, match="keys of layer 0 do not turn"):
+        rig.run()
+
+
+def test_a_layer_that_does_not_turn_its_keys_is_refused(rig: Rig) -> None:
+    """As some models have: every fourth layer knows no positions."""
+    rig.layers.unturned = 1
+    with pytest.raises(ConfigError, match="keys of layer 1 do not turn"):
+        rig.run()
+
+
+def test_a_forward_pass_that_returns_something_else_is_refused(rig: Rig) -> None:
+    rig.model.returns = lambda hidden: (hidden, [])
+    with pytest.raises(ConfigError, match="returns tuple"):
+        rig.run()
