@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from demo_model import needs_smollm2
 
+from lwkv.config.settings import Config
 from lwkv.platforms import Platform
 
 TREE = Path(__file__).parents[1]
@@ -31,10 +34,42 @@ def test_there_is_a_script_for_each_use() -> None:
 def test_the_script_about_blending_reuses_its_documents(
     platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (script,) = scripts_of("docs/blending.md")
+    script, _ = scripts_of("docs/blending.md")
     monkeypatch.setenv("LWKV_PLATFORM", "cpu")  # the script's caches are in host memory
     exec(compile(script, "blending.md", "exec"), {})
     assert re.match(r"\d\d+ of \d+ tokens reused, \d+ of them", capsys.readouterr().out)
+
+
+class Completions:
+    """As OpenAI's client has them; answers nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def create(self, model: str, messages: list[dict[str, str]]) -> SimpleNamespace:
+        (message,) = messages
+        self.asked.append(message["content"])
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="yes"))])
+
+
+def test_the_client_about_blending_sends_its_documents_in_two_orders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, script = scripts_of("docs/blending.md")
+    completions = Completions()
+    client = SimpleNamespace(
+        models=SimpleNamespace(list=lambda: SimpleNamespace(data=[SimpleNamespace(id="a model")])),
+        chat=SimpleNamespace(completions=completions),
+    )
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **_: client))
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second", "third"):
+        (tmp_path / f"{name}.txt").write_text(f"The {name} document.")
+    exec(compile(script, "blending.md", "exec"), {})
+    separator = Config.model_fields["blend_special_str"].default
+    one, other = (asked.split(separator)[1:-1] for asked in completions.asked)
+    assert one == [f"The {name} document." for name in ("first", "second", "third")]
+    assert other == [one[2], one[0], one[1]]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
