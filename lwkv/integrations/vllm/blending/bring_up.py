@@ -12,7 +12,8 @@ from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.blending.check import StartCheck
 from lwkv.integrations.vllm.blending.model_finder import loaded_model
-from lwkv.integrations.vllm.blending.planner import BlendPlanner, BlendSizes
+from lwkv.integrations.vllm.blending.plan import BlendSizes
+from lwkv.integrations.vllm.blending.planner import BlendPlanner
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
 from lwkv.integrations.vllm.blending.refusals import refuse_backend
 from lwkv.integrations.vllm.blending.tokenizer import encoder, find_separator, prefix_ids

@@ -13,6 +13,7 @@ from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import segment_keys
 from lwkv.integrations.vllm.blending.block_hashes import can_be_salted, salt
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
+from lwkv.integrations.vllm.blending.plan import BlendSizes, Plan, make_plan
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
 from lwkv.integrations.vllm.blending.settled_blocks import SettledBlocks
 from lwkv.keys import ChunkKey
@@ -21,30 +22,6 @@ from lwkv.transfer import Chunking
 
 TRY_AGAIN_S = 30.0
 """Seconds after which a segment is encoded again that was encoded and is still not cached."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlendSizes:
-    """What bounds a blend.
-
-    Attributes:
-        block_size, chunk_size: tokens.
-        min_tokens: of a prompt that is blended.
-        most_rows: rows that a step may compute for blends, in every layer: `max_num_batched_tokens`.
-        full_layers: the part of the model's layers in which all rows are computed.
-        share: of the reused tokens, the part that is computed in the others.
-    """
-
-    block_size: int
-    chunk_size: int
-    min_tokens: int
-    most_rows: int
-    full_layers: float
-    share: float
-
-    def rows(self, reused: int, always: int) -> float:
-        """Rows that a blend computes, as so many in every layer."""
-        return always + reused * (self.full_layers + (1 - self.full_layers) * self.share)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,17 +38,6 @@ class Prompt:
     segments: Sequence[tuple[Segment, list[ChunkKey]]]
     blended_from: int | None = None
     plan: Plan | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Tokens [num_local, end) that a step brings to a request's blocks, of which [num_local, num_exact) are
-    loaded as an ordinary prefill has stored them."""
-
-    num_local: int
-    num_exact: int
-    end: int
-    segments: tuple[Segment, ...]
 
 
 class BlendPlanner:
@@ -161,9 +127,7 @@ class BlendPlanner:
             return 0
         if self._is_taken or not self._settled.has(request, num_local):
             return None
-        first = num_exact // self._sizes.block_size
-        if request.block_hashes:
-            salt(request, first)
+        salt(request, num_exact // self._sizes.block_size)
         blended_from = (
             plan.num_exact if prompt.blended_from is None else min(prompt.blended_from, plan.num_exact)
         )
@@ -254,29 +218,11 @@ class BlendPlanner:
         return True
 
     def _plan(self, prompt: Prompt, num_local: int, num_exact: int) -> Plan | None:
-        request, sizes = prompt.request, self._sizes
-        if request.num_tokens < sizes.min_tokens or not _has_hashes(request, sizes.block_size):
+        num_tokens = prompt.request.num_tokens
+        if num_tokens < self._sizes.min_tokens or not can_be_salted(prompt.request, self._sizes.block_size):
             return None
-        found: list[Segment] = []
-        best = None
-        reused = 0
-        for part, keys in prompt.segments:
-            cached = Segment(part.start, part.start + self._num_cached(part, keys))
-            if cached.end <= max(part.start, num_exact):
-                continue
-            # Up to the last block that it fills; the prompt's last token is computed by vLLM.
-            end = min(cached.end, request.num_tokens - 1)
-            end -= end % sizes.block_size
-            if end <= max(part.start, num_exact):
-                continue
-            found.append(part)
-            reused += cached.end - max(part.start, num_exact)
-            over = max(cached.end - end, 0)
-            rows = sizes.rows(reused - over, end - num_exact - (reused - over))
-            if rows > sizes.most_rows:
-                break
-            best = Plan(num_local, num_exact, end, tuple(found))
-        return best
+        cached = [(part, self._num_cached(part, keys)) for part, keys in prompt.segments]
+        return make_plan(self._sizes, num_tokens, cached, num_local, num_exact)
 
     def _num_cached(self, part: Segment, keys: Sequence[ChunkKey]) -> int:
         """Leading tokens of a segment whose chunks are in host memory."""
@@ -290,8 +236,3 @@ def slots_of(blocks: Sequence[int], block_size: int) -> Int64s:
     starts = np.array(blocks, np.int64)[:, None] * block_size
     slots: Int64s = (starts + np.arange(block_size)).reshape(-1)
     return slots
-
-
-def _has_hashes(request: Any, block_size: int) -> bool:
-    """Whether blended KV can be kept out of vLLM's prefix cache; one that is off hashes nothing."""
-    return not getattr(request, "block_hashes", None) or can_be_salted(request, block_size)

@@ -10,7 +10,7 @@ from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.worker.caches import layer_specs, only_group
 
 VERSIONS = (0, 22), (0, 32)
-"""Blending relies on what vLLM's requests and layers look like inside, which was read and tried in these."""
+"""Blending relies on what vLLM looks like inside: that was read in the first, and tried in the second."""
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN")
 """Backends of attention whose metadata can be made for rows of a prompt."""
@@ -38,12 +38,9 @@ def refuse_backend(name: str) -> None:
 
 def _of_version(version: str) -> Iterator[str]:
     match = re.match(r"(\d+)\.(\d+)", version)
-    oldest, newest = VERSIONS
-    if match is None or not oldest <= (int(match[1]), int(match[2])) <= newest:
-        yield (
-            f"vLLM {version} was not tried; it works with {'.'.join(map(str, oldest))} to "
-            f"{'.'.join(map(str, newest))}"
-        )
+    if match is None or (int(match[1]), int(match[2])) not in VERSIONS:
+        known = " and ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+        yield f"vLLM {version} was not tried; blending works in {known}"
 
 
 def _of_parallel(parallel: Any) -> Iterator[str]:

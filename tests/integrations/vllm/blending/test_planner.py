@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lwkv.blend.segment_cache import segment_keys
-from lwkv.integrations.vllm.blending.planner import BlendPlanner, BlendSizes
+from lwkv.integrations.vllm.blending.plan import BlendSizes
+from lwkv.integrations.vllm.blending.planner import BlendPlanner
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
 from lwkv.keys import ChunkKey
 

@@ -79,9 +79,9 @@ def test_what_cannot_work_is_named(changed: dict[str, Any], words: str) -> None:
     assert "set enable_blending to false" in str(error.value)
 
 
-@pytest.mark.parametrize("version", ["0.21.0", "0.33.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.21.0", "0.27.1", "0.33.0", "1.0.0", "dev"])
 def test_versions_whose_inside_was_not_read_are_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"0\.22 to 0\.32"):
+    with pytest.raises(ConfigError, match=r"0\.22 and 0\.32"):
         refuse(*engine(), version)
 
 

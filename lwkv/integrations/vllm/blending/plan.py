@@ -1,0 +1,75 @@
+"""Up to where a prompt is blended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lwkv.blend.request import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class BlendSizes:
+    """What bounds a blend.
+
+    Attributes:
+        block_size, chunk_size: tokens.
+        min_tokens: of a prompt that is blended.
+        most_rows: rows that a step may compute for blends, in every layer: `max_num_batched_tokens`.
+        full_layers: the part of the model's layers in which all rows are computed.
+        share: of the reused tokens, the part that is computed in the others.
+    """
+
+    block_size: int
+    chunk_size: int
+    min_tokens: int
+    most_rows: int
+    full_layers: float
+    share: float
+
+    def rows(self, reused: int, always: int) -> float:
+        """Rows that a blend computes, as so many in every layer."""
+        return always + reused * (self.full_layers + (1 - self.full_layers) * self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Tokens [num_local, end) that a step brings to a request's blocks, of which [num_local, num_exact) are
+    loaded as an ordinary prefill has stored them."""
+
+    num_local: int
+    num_exact: int
+    end: int
+    segments: tuple[Segment, ...]
+
+
+def make_plan(
+    sizes: BlendSizes,
+    num_tokens: int,
+    cached: Sequence[tuple[Segment, int]],
+    num_local: int,
+    num_exact: int,
+) -> Plan | None:
+    """Plan the blend of a prompt; None where there is nothing to gain, or too much to compute.
+
+    Args:
+        num_tokens: of the request.
+        cached: its segments, ascending, each with how many of its leading tokens are cached.
+        num_local, num_exact: as in Plan.
+    """
+    found: list[Segment] = []
+    best, reused = None, 0
+    for part, count in cached:
+        first, last = max(part.start, num_exact), part.start + count
+        # Up to the last block that it fills; the request's last token is computed by vLLM.
+        end = min(last, num_tokens - 1)
+        end -= end % sizes.block_size
+        if end <= first:
+            continue
+        found.append(part)
+        mine = reused + end - first
+        if sizes.rows(mine, end - num_exact - mine) > sizes.most_rows:
+            break
+        reused += last - first
+        best = Plan(num_local, num_exact, end, tuple(found))
+    return best
