@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +87,18 @@ def test_a_connector_without_caches_is_refused(oracle: Oracle) -> None:
     assert connector.num_layers == 0
     with pytest.raises(ConfigError, match="no KV caches: call its register before"):
         CacheEngine(config, metadata, connector)
+
+
+def test_the_line_at_the_start_has_platform_mode_tiers_and_memory(
+    oracle: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers: dict[str, Any] = {"local_disk": str(tmp_path / "cache"), "max_local_disk_size": 1.0}
+    config = Config(chunk_size=CHUNK, max_local_cpu_size=0.25, use_layerwise=True, **tiers)
+    with caplog.at_level(logging.INFO, "lwkv"):
+        create(oracle, config).close()
+    (line,) = [text for text in caplog.messages if text.startswith("moves KV")]
+    for part in (
+        *("layer by layer", f"platform {oracle.platform.name}", f"{LAYERS} layers", "tiers: host, disk"),
+        *("host memory: at most 0.25 GiB for ", f"chunks of {CHUNK} tokens"),
+    ):
+        assert part in line
