@@ -95,6 +95,9 @@ class CacheEngine:
         self.num_layers = connector.num_layers
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
         registered = metadata.as_registered([layer.dtype for layer in connector.layers])
+        # In the memory of a node ranks find each other's rows: one of them saves what all have.
+        self._saves = config.host_memory is None or not registered.is_copy
+        registered = registered if config.host_memory is None else registered.without_copies()
         names = [layer.name for layer in connector.layers]
         self.namespace = make_namespace(registered, config.chunk_size, connector.page_format, names)
         self._prompt_keys = PromptKeys(self.namespace, self._chunking)
@@ -369,6 +372,7 @@ class CacheEngine:
             write_back=config.write_policy == "write_back",
             check=PageCheck(connector.codec, connector.layers, self._pool).whole,
             host=host,
+            saves=self._saves,
         )
 
     def _gauges(self) -> dict[str, int]:

@@ -83,6 +83,15 @@ class CacheMetadata:
             self._require("kv_dtype", self.kv_dtype is not None, wanted)
         return replace(self, num_layers=len(dtypes), kv_dtype=self.kv_dtype or dtypes[0])
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether another rank has the very same rows: with MLA those of the first tensor parallel rank."""
+        return self.use_mla and self.tp_rank > 0
+
+    def without_copies(self) -> CacheMetadata:
+        """The same for all ranks that have the very same rows."""
+        return replace(self, tp_size=1, tp_rank=0) if self.use_mla else self
+
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise ConfigError(f"CacheMetadata.{name}: got {getattr(self, name)!r}; allowed: {allowed}")

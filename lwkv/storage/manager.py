@@ -46,6 +46,7 @@ class StorageManager:
         write_back: when lower tiers get chunks, see LowerTiers.
         check: of what lower tiers bring, see Guard.
         host: which chunks are in `pool`; None for those that this manager puts there.
+        saves: False where another engine saves the same chunks to the same host memory.
 
     Attributes:
         most_chunks: that host memory has room for; no more are found of a prompt.
@@ -64,6 +65,7 @@ class StorageManager:
         write_back: bool = False,
         check: Check = all_whole,
         host: HostChunks | None = None,
+        saves: bool = True,
     ) -> None:
         self.host: HostChunks = HostTier(pool) if host is None else host
         self.frozen = False
@@ -75,6 +77,7 @@ class StorageManager:
         self.lower = LowerTiers(guards, pool, write_back)
         self._clock = clock
         self._keep_in_host = keep_in_host
+        self._saves = saves
         self._meter = Meter()
         self._growth = Workers("growth", 1, use_device)
         self._writing: set[ChunkKey] = set()
@@ -157,9 +160,10 @@ class StorageManager:
             parents: the chunk before each, None for a prompt's first; without them `keys` are one prompt's.
             new: positions of those that may be written; all by default.
 
-        Returns None where there is nothing to store: all known, frozen, or no room for a single one.
+        Returns None where there is nothing to store: all known, frozen, another engine's, or no room for a
+        single one.
         """
-        if self.frozen:
+        if self.frozen or not self._saves:
             return None
         parents = parents or parents_of(keys)
         parts = prompt_parts(keys, parents, self.lower.guards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shared_host.workers import freeze, kill, run_owner, start, thaw, wait_for
 
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
+from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 
 DIMS = Dims()
@@ -186,3 +188,39 @@ def test_no_descriptor_is_left_by_engines_and_owners(oracle: Oracle, path: Path)
     for _ in range(3):
         serve()
     wait_for(lambda: (gc.collect(), len(os.listdir("/proc/self/fd")))[1] <= before)
+
+
+class RankOracle(Oracle):
+    """The caches of one rank of two."""
+
+    rank = 0
+
+    @property
+    def metadata(self) -> CacheMetadata:
+        return replace(super().metadata, tp_size=2, tp_rank=self.rank)
+
+
+@pytest.mark.parametrize(("form", "is_shared"), [("vllm_mla", True), ("vllm_2bnhd", False)])
+def test_rows_that_all_ranks_have_are_saved_once_and_loaded_by_each(
+    platform: Platform, device: torch.device, path: Path, form: str, is_shared: bool
+) -> None:
+    first, second = (RankOracle(platform, device, form, DIMS) for _ in range(2))
+    second.rank = 1
+    with owner_at(path, PAGES), engine_at(first, path) as one, engine_at(second, path) as other:
+        assert (one.namespace == other.namespace) is is_shared
+        for oracle, engine in ((first, one), (second, other)):
+            store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+        assert other.stats()["pages_in_use"] == 3 * DIMS.layers * (1 if is_shared else 2)
+        assert other.stats().get("tokens_stored", 0) == (0 if is_shared else LENGTH)
+        for oracle, engine in ((first, one), (second, other)):
+            assert load(oracle, engine, prompt(1, LENGTH)) == LENGTH
+
+
+def test_a_rank_that_another_one_saves_for_stores_by_itself_in_own_memory(
+    platform: Platform, device: torch.device
+) -> None:
+    oracle = RankOracle(platform, device, "vllm_mla", DIMS)
+    oracle.rank = 1
+    with oracle.engine(CHUNK) as engine:
+        store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+        assert load(oracle, engine, prompt(1, LENGTH)) == LENGTH

@@ -7,6 +7,8 @@ from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.platforms.host_limits import read_limits, read_lock_limit
 from lwkv.pool.memory_limits import gib, refuse_too_much, warning_of
+from lwkv.shared_host.client.connecting import NoOwnerError
+from lwkv.shared_host.client.status import read_status
 
 
 def examine_memory(report: Report, config: Config | None) -> None:
@@ -20,6 +22,9 @@ def examine_memory(report: Report, config: Config | None) -> None:
     )
     if config is None:
         return
+    if config.host_memory is not None:
+        _examine_owner(report, config.host_memory)
+        return
     report.memory["max_local_cpu_size"] = f"{config.max_local_cpu_size:g} GiB, page-locked in the background"
     try:
         refuse_too_much(config, limits)
@@ -27,3 +32,18 @@ def examine_memory(report: Report, config: Config | None) -> None:
         report.faults.append(str(error))
     else:
         report.advice += [warning] if (warning := warning_of(config, limits)) else []
+
+
+def _examine_owner(report: Report, path: str) -> None:
+    """Show what the owner of `host_memory` has; one that is not there is a fault."""
+    try:
+        found = read_status(path)
+    except (ConfigError, NoOwnerError) as error:
+        report.faults.append(
+            f"host_memory={path}: {error}; start one with: lwkv host --size GIB --socket {path}"
+        )
+        return
+    in_use = found["pages_in_use"] * found["page_bytes"]
+    report.memory[f"host_memory {path}"] = (
+        f"{gib(found['bytes'])}, {gib(in_use)} in use: {found['chunks']} chunks, {found['clients']} engines"
+    )

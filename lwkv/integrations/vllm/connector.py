@@ -218,7 +218,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
     config, role = settings, vllm_config.kv_transfer_config
     group = only_group(kv_cache_config)
     ranks = vllm_config.parallel_config.world_size
-    below = partial(open_lower_tiers, config) if tier_urls(config) else None
+    below = partial(open_lower_tiers, config) if config.host_memory or tier_urls(config) else None
     index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk, below)
     return SchedulerSide(
         config,

@@ -11,6 +11,7 @@ from lwkv.background.workers import Workers
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.reports import RankInfo
 from lwkv.keys import ChunkKey
+from lwkv.shared_host.client.lookup import NodeLookup
 from lwkv.storage import Tier, TierSetup
 from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.guard import ask_whether_there
@@ -100,7 +101,12 @@ class LowerTiers:
 
 
 def open_lower_tiers(config: Config, info: RankInfo) -> LowerTiers:
-    """Open a rank's lower tiers a second time, for lookups. Raises ConfigError."""
+    """Open a rank's lower tiers a second time, for lookups. Raises ConfigError.
+
+    The host memory of a node is one of them: a rank does not know what others have put there.
+    """
     counters = Counters()
     setup = TierSetup(config, info.num_layers, info.page_bytes, info.page_format, counters)
-    return LowerTiers([LowerTier(tier, counters) for tier in open_tiers(setup)])
+    timeout_s = config.extra_config.host_memory_timeout_s
+    node = [] if config.host_memory is None else [NodeLookup(config.host_memory, timeout_s)]
+    return LowerTiers([LowerTier(tier, counters) for tier in [*node, *open_tiers(setup)]])

@@ -1,0 +1,172 @@
+"""Loads out of the memory of `lwkv host` beside loads out of an engine's own: speed, and time to start.
+
+Each measurement is made by a process of its own, on its own device where there are several. Run it with
+`python -m lwkv.benchmarks.shared_host_load`; it prints JSON. No model is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lwkv.benchmarks.bed import Bed
+from lwkv.benchmarks.shapes import SHAPES
+from lwkv.benchmarks.timing import alternate_ms
+from lwkv.platforms import detect_platform
+from lwkv.pool.host_pool import PAGE_ALIGNMENT
+
+GATE = 0.98
+"""The least that the speed from a node's memory may be of that from own memory."""
+
+OWN, NODE = "own", "node"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print. Returns 0, or 1 if the gate is missed or a byte is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--gib", type=float, default=40.0, help="host memory of each engine, and of the owner"
+    )
+    parser.add_argument("--shape", default="llama-8b", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a load")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each kind, in turn")
+    parser.add_argument("--devices", type=int, default=1, help="of this machine, measured at the same time")
+    parser.add_argument("--kind", choices=(OWN, NODE), help=argparse.SUPPRESS)
+    parser.add_argument("--device", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--socket", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.kind is not None:
+        print(json.dumps(_measure(args)), flush=True)
+        return 0
+    result = _compare(args)
+    print(json.dumps(result, indent=2))
+    return 0 if result["passed"] else 1
+
+
+def _compare(args: argparse.Namespace) -> dict[str, Any]:
+    with _owner(args.gib) as (path, owner_s):
+        found: dict[str, list[dict[str, Any]]] = {OWN: [], NODE: []}
+        for _ in range(args.rounds):
+            for kind, results in found.items():
+                results += _together(args, kind, path)
+    speed = {kind: statistics.median(run["load_gb_s"] for run in runs) for kind, runs in found.items()}
+    ratio = speed[NODE] / speed[OWN]
+    right = all(run["bytes_are_right"] for runs in found.values() for run in runs)
+    return {
+        "gib": args.gib,
+        "devices": args.devices,
+        "owner_ready_s": owner_s,
+        "load_gb_s": speed,
+        "ratio": ratio,
+        "gate": GATE,
+        "passed": right and ratio >= GATE,
+        "start_s": {kind: [run["start_s"] for run in runs] for kind, runs in found.items()},
+        "runs": found,
+    }
+
+
+@contextmanager
+def _owner(gib: float) -> Iterator[tuple[str, float]]:
+    """An owner in a process of its own: its socket, and the seconds until it listened with all its memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, begun = f"{folder}/host.sock", time.monotonic()
+        command = [sys.executable, "-m", "lwkv", "host", "--size", str(gib), "--socket", path]
+        owner = subprocess.Popen(command)
+        try:
+            while not Path(path).exists():
+                if owner.poll() is not None:
+                    raise RuntimeError(f"the owner of host memory ended with {owner.returncode}")
+                time.sleep(0.01)
+            yield path, time.monotonic() - begun
+        finally:
+            owner.terminate()
+            owner.wait()
+
+
+def _together(args: argparse.Namespace, kind: str, path: str) -> list[dict[str, Any]]:
+    """Start a process for each device, and have all of them load at the same time."""
+    command = [sys.executable, "-m", "lwkv.benchmarks.shared_host_load", "--kind", kind, "--socket", path]
+    command += ["--gib", str(args.gib / (args.devices if kind == OWN else 1)), "--shape", args.shape]
+    command += ["--tokens", str(args.tokens), "--repeats", str(args.repeats)]
+    children = [_Child([*command, "--device", str(number)]) for number in range(args.devices)]
+    for child in children:
+        child.wait_ready()
+    for child in children:
+        child.go()
+    return [child.result() for child in children]
+
+
+class _Child:
+    """A measuring process, which says when it is ready and waits until it may go."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def wait_ready(self) -> None:
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise RuntimeError("a measuring process ended before it began; its error is above")
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._process.communicate()[0])
+        return found
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine with all of its memory page-locked, and load a prompt again and again."""
+    platform, shape = detect_platform(), SHAPES[args.shape]
+    is_host = platform.device_type == "cpu"
+    device = torch.device("cpu") if is_host else torch.device(platform.device_type, args.device)
+    platform.set_device(device)
+    torch.zeros(1, device=device)  # the device's own start is in nobody's time
+    page = -(-shape.chunk_size * shape.token_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+    prompt_bytes = shape.num_layers * (args.tokens // shape.chunk_size) * page
+    # Half a percent stays free: slabs are whole pages.
+    prompts = max(2, int(args.gib * 0.995 * (1 << 30)) // prompt_bytes)
+    settings = {"host_memory": args.socket} if args.kind == NODE else {}
+    begun = time.monotonic()
+    # Prompts of other processes have other bytes.
+    first = 1000 * (time.monotonic_ns() % (1 << 30))
+    with Bed(
+        platform, device, shape, args.tokens, prompts=prompts, config=settings, first_prompt=first
+    ) as bed:
+        start_s = time.monotonic() - begun
+        bed.engine.wait_for_memory(600.0)
+        bed.fill()
+        tokens = bed.new_prompt()
+        bed.keep(tokens)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        [times] = alternate_ms(platform, device, [lambda: bed.load(tokens)], args.repeats, bed.clear_target)
+        moved = shape.num_layers * args.tokens * shape.token_bytes
+        median = statistics.median(times)
+        right = bed.places_agree()
+    return {
+        "device": args.device,
+        "start_s": start_s,
+        "load_ms": median,
+        "load_gb_s": moved / median / 1e6,
+        "bytes_are_right": right,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

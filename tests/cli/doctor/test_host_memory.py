@@ -1,0 +1,38 @@
+"""What the doctor says of a node's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from shared_host.owners import owner_at, pool_at
+
+from lwkv.cli.doctor.memory import examine_memory
+from lwkv.cli.doctor.report import Report
+from lwkv.config.settings import Config
+
+
+def test_the_owner_of_host_memory_is_asked_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "host.sock"
+    report = Report({})
+    with owner_at(path, 16, 1 << 20), pool_at(path, (1 << 20) - 5) as pool:
+        pages = pool.allocate(4)
+        assert pages is not None
+        examine_memory(report, Config(host_memory=str(path)))
+    assert report.faults == []
+    assert report.memory[f"host_memory {path}"] == "0.02 GiB, 0.00 GiB in use: 0 chunks, 1 engines"
+    assert "max_local_cpu_size" not in report.memory
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_socket_without_an_owner_is_a_fault_with_the_command_that_starts_one(
+    tmp_path: Path, there: bool
+) -> None:
+    path = tmp_path / "host.sock"
+    if there:
+        path.write_text("no socket")
+    report = Report({})
+    examine_memory(report, Config(host_memory=str(path)))
+    [fault] = report.faults
+    assert fault.startswith(f"host_memory={path}: no owner of host memory answers")
+    assert fault.endswith(f"start one with: lwkv host --size GIB --socket {path}")

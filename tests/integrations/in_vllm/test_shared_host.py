@@ -1,0 +1,37 @@
+"""Two engines of vLLM on one host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.rig import assert_same, prompt, with_lwkv
+from shared_host.owners import owner_at
+
+PROMPTS = [prompt(400, 300), prompt(401, 200)]
+
+
+def test_what_one_engine_stores_is_a_hit_of_the_other_and_of_one_that_starts_when_it_was_killed(
+    llama: Path, plain: Elsewhere, tmp_path: Path
+) -> None:
+    path = tmp_path / "host.sock"
+    settings = with_lwkv(host_memory=str(path), extra_config={"host_memory_timeout_s": 30.0})
+    with owner_at(path, 16384) as owner:
+        first = Elsewhere(llama, enable_prefix_caching=False, **settings)
+        second = Elsewhere(llama, enable_prefix_caching=False, **settings)
+        try:
+            assert_same(second.ask([prompt(402, 100)]), plain.ask([prompt(402, 100)]))
+            assert_same(first.ask(PROMPTS), plain.ask(PROMPTS))
+            answers = second.ask(PROMPTS)
+            assert_same(answers, plain.ask(PROMPTS))
+            assert [answer.cached for answer in answers] == [256, 192]
+            first.kill()
+            assert owner.server.status()["chunks"] == 1 + 4 + 3
+            third = Elsewhere(llama, enable_prefix_caching=False, **settings)
+            answers = third.ask(PROMPTS)
+            assert_same(answers, plain.ask(PROMPTS))
+            assert [answer.cached for answer in answers] == [256, 192]
+            third.close()
+        finally:
+            first.kill()
+            second.close()
