@@ -57,11 +57,6 @@ class PageRefcounts:
         self.num_free -= int(np.count_nonzero(self._counts[pages] == 0))
         self._counts[pages] += 1
 
-    def free_below(self, end: int) -> Int64s:
-        """The free pages below page `end`, int64 (pages,)."""
-        free: Int64s = (self._counts[:-1][: max(0, end)] == 0).nonzero()[0]
-        return free
-
     def are_used(self, first: int, end: int) -> bool:
         """Whether any of the pages [first, end) has a reference."""
         return bool(self._counts[first:end].any())
@@ -101,13 +96,7 @@ class PageRefcounts:
 
     def _longest_runs(self, count: int) -> Int64s:
         free = (self._counts[:-1] == 0).nonzero()[0]
-        starts = np.append(0, ((free[1:] - free[:-1] != 1) | (free[1:] % self._span == 0)).nonzero()[0] + 1)
-        lengths = np.diff(starts, append=len(free))
-        order = np.argsort(-lengths, kind="stable")
-        order = order[: np.searchsorted(np.cumsum(lengths[order]), count) + 1]
-        starts, lengths = starts[order], lengths[order]
-        before = np.cumsum(lengths) - lengths
-        pages: Int64s = free[np.repeat(starts - before, lengths)[:count] + np.arange(count)]
+        pages: Int64s = free[longest_runs(free, self._span, count)]
         self._next = int(pages[-1]) + 1
         return pages
 
@@ -119,3 +108,19 @@ class PageRefcounts:
         if wrong.any():
             raise ValueError(f"pages {pages[wrong].tolist()} are not in use, or are named twice")
         return pages
+
+
+def longest_runs(free: Int64s, span: int, count: int) -> Int64s:
+    """Positions of `count` of the free pages in as few runs as can be, int64 (count,).
+
+    Args:
+        free: ascending, int64 (pages,), at least `count`. span: pages of a slab, with which a run ends.
+    """
+    starts = np.append(0, ((free[1:] - free[:-1] != 1) | (free[1:] % span == 0)).nonzero()[0] + 1)
+    lengths = np.diff(starts, append=len(free))
+    order = np.argsort(-lengths, kind="stable")
+    order = order[: np.searchsorted(np.cumsum(lengths[order]), count) + 1]
+    starts, lengths = starts[order], lengths[order]
+    before = np.cumsum(lengths) - lengths
+    positions: Int64s = np.repeat(starts - before, lengths)[:count] + np.arange(count)
+    return positions

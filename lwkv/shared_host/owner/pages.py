@@ -10,6 +10,7 @@ import numpy.typing as npt
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.page_refcounts import PageRefcounts
 from lwkv.pool.page_spills import PageSpills
+from lwkv.shared_host.owner.free_pages import FreePages
 
 
 class NodePages:
@@ -23,11 +24,12 @@ class NodePages:
         self.num_pages = num_pages
         self._counts = PageRefcounts(span)
         self._counts.grow(num_pages)
+        self._free = FreePages(num_pages, span)
         self._spills = PageSpills()
 
     @property
     def num_free(self) -> int:
-        return self._counts.num_free
+        return len(self._free)
 
     @property
     def references(self) -> int:
@@ -36,17 +38,14 @@ class NodePages:
 
     def take(self, count: int, end: int) -> Int64s | None:
         """Take `count` pages below page `end`, one reference each; None where so many are not free there."""
-        if end >= self.num_pages:
-            return self._counts.take(count) if count <= self.num_free else None
-        free = self._counts.free_below(end)
-        if len(free) < count:
-            return None
-        self._counts.add(free[:count])
-        return free[:count]
+        pages = self._free.take(count, end)
+        if pages is not None:
+            self._counts.add(pages)
+        return pages
 
     def free_below(self, end: int) -> int:
         """How many pages below page `end` are free."""
-        return self.num_free if end >= self.num_pages else len(self._counts.free_below(end))
+        return self._free.below(end)
 
     def shared(self, pages: Int64s) -> npt.NDArray[np.bool_]:
         """Which of `pages`, of any shape, have several references."""
@@ -62,7 +61,11 @@ class NodePages:
         Raises ValueError, having changed nothing, for a page that is not in use or is named twice.
         """
         self._counts.release(pages)
-        self._counts.release(self._spills.take(self._counts.unused(pages)))
+        unused = self._counts.unused(pages)
+        self._free.give(unused)
+        spill = self._spills.take(unused)
+        if len(spill):
+            self.release(spill)
 
     def add_spills(self, spill_of: Mapping[int, Int64s]) -> None:
         """Let pages be beside others, with a reference to each of them. Raises ValueError as `release`."""

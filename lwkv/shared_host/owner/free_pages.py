@@ -1,0 +1,70 @@
+"""Which pages of a node's memory are free."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lwkv.platforms.protocol import Int64s
+from lwkv.pool.page_refcounts import longest_runs
+
+
+class FreePages:
+    """Free pages by their numbers. Not thread-safe.
+
+    A node has millions of pages, nearly all of which are in use most of the time. So no call looks at pages
+    that are in use: `take` takes time by those that are free, apart from those that never were in use.
+
+    Args:
+        span: pages of a slice, with which a run of neighbours ends.
+    """
+
+    def __init__(self, num_pages: int, span: int) -> None:
+        self._num_pages = num_pages
+        self._span = span
+        self._fresh = 0  # pages from here on were never in use
+        self._returned: list[Int64s] = []
+        self._num_returned = 0
+
+    def __len__(self) -> int:
+        return self._num_returned + self._num_pages - self._fresh
+
+    def give(self, pages: Int64s) -> None:
+        """Take back `pages`, int64 (pages,)."""
+        if len(pages):
+            self._returned.append(pages)
+            self._num_returned += len(pages)
+
+    def take(self, count: int, end: int) -> Int64s | None:
+        """Take `count` pages below page `end`, in as few runs as can be; None where there are too few."""
+        if count <= min(end, self._num_pages) - self._fresh:
+            self._fresh += count
+            return np.arange(self._fresh - count, self._fresh)
+        if count > len(self):
+            return None
+        free = self._all()
+        usable = free[: np.searchsorted(free, end)]
+        if count > len(usable):
+            return None
+        positions = longest_runs(usable, self._span, count)
+        pages: Int64s = usable[positions]
+        self._keep(np.delete(free, positions))
+        return pages
+
+    def below(self, end: int) -> int:
+        """How many there are below page `end`."""
+        if end >= self._num_pages:
+            return len(self)
+        returned = sum(int(np.count_nonzero(pages < end)) for pages in self._returned)
+        return returned + max(0, end - self._fresh)
+
+    def _all(self) -> Int64s:
+        """All of them, ascending; there are no fresh ones any more."""
+        fresh = np.arange(self._fresh, self._num_pages)
+        free = np.concatenate([*self._returned, fresh])
+        free.sort(kind="stable")
+        self._fresh = self._num_pages
+        self._keep(free)
+        return free
+
+    def _keep(self, pages: Int64s) -> None:
+        self._returned, self._num_returned = [pages], len(pages)
