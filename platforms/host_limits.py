@@ -43,7 +43,7 @@ def read_limits(root: Path = ROOT) -> list[MemoryLimit]:
 def read_lock_limit() -> int | None:
     """Bytes that the system lets this process lock (RLIMIT_MEMLOCK); None for as much as it likes.
 
-    A device's driver that locks memory by itself is not bound by it.
+    A GPU's driver that locks memory by itself mostly does not count against it; that of a network card does.
     """
     if resource is None:
         return None

@@ -18,7 +18,7 @@ def examine_memory(report: Report, config: Config | None) -> None:
     report.memory["locked memory (ulimit -l)"] = (
         "no limit"
         if locked is None
-        else f"{locked >> 10} KiB; GPU drivers do not count against it, RDMA does"
+        else f"{locked >> 10} KiB; RDMA counts against it, a GPU's driver mostly does not"
     )
     if config is None:
         return

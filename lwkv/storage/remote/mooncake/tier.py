@@ -86,7 +86,7 @@ def examine(url: str, config: Config) -> Mapping[str, str]:
 def lock_limit_warning(address: MooncakeAddress, config: Config, most_locked: int | None) -> str | None:
     """Say what to do where RDMA cannot register host memory; None where it can.
 
-    Drivers of network cards count what they lock against RLIMIT_MEMLOCK, unlike those of GPUs.
+    Drivers of network cards count what they lock against RLIMIT_MEMLOCK.
 
     Args:
         most_locked: bytes that the process may lock, None for as much as it likes.
