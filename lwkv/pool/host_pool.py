@@ -185,7 +185,8 @@ class HostPool:
         """
         with self._lock:
             self._counts.release(pages)
-            self._counts.release(self._spills.take(self._counts.unused(pages)))
+            if self._spills:
+                self._counts.release(self._spills.take(self._counts.unused(pages)))
             self._end()
 
     def add_spill(self, pages: Int64s, spill: Int64s) -> None:

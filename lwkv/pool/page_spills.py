@@ -16,6 +16,10 @@ class PageSpills:
     def __init__(self) -> None:
         self._spill_of: dict[int, Int64s] = {}
 
+    def __len__(self) -> int:
+        """How many pages have some."""
+        return len(self._spill_of)
+
     def add(self, pages: Int64s, spill: Int64s) -> None:
         """Let each of `pages`, int64 (pages,), have a row of `spill`, int64 (pages, n)."""
         self._spill_of |= dict(zip(pages.tolist(), spill, strict=True))

@@ -46,7 +46,8 @@ class Write:
         """
         chosen = range(len(self.keys)) if whole is None else np.flatnonzero(whole).tolist()
         try:
-            self._drop(np.setdiff1d(np.arange(len(self.keys)), chosen))
+            if whole is not None and len(chosen) < len(whole):
+                self._drop(np.flatnonzero(~whole))
             pages = np.ascontiguousarray(self.pages.T)
             self.put(
                 [self.keys[i] for i in chosen],
@@ -58,9 +59,8 @@ class Write:
             self.let_go()
 
     def _drop(self, positions: Int64s) -> None:
-        if len(positions):
-            self.release(self.pages[:, positions].ravel())
-            self.unclaim([self.keys[i] for i in positions.tolist()])
+        self.release(self.pages[:, positions].ravel())
+        self.unclaim([self.keys[i] for i in positions.tolist()])
 
     def give_up(self) -> None:
         """Let others write the same chunks from here on; `abort` is still to come. Takes no lock."""
