@@ -135,6 +135,8 @@ def _measure_finding(bench: Bench) -> tuple[float, float, float]:
                 with timed(waits):
                     steps.wait_for_layer_load(layer)
             steps.wait_for_save()
+            # Hashing gives other threads their turn after each chunk; here that would be the load's end.
+            bed.flush()
             with timed(hashed):
                 chunk_keys(tokens, bed.shape.chunk_size, "bench")
             with timed(lookups):
