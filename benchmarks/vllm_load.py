@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -87,11 +88,14 @@ class Server:
         if load.prepare:
             served.cold_ms = [self._compute(load.prompt(document)) for document in load.documents()]
             self._empty_gpu()
+        # Made before: to draw 8,000 tokens takes more than a millisecond, which is no engine's.
+        arriving = [load.prompt(document).tokens(self.vocabulary) for document in load.documents()]
         for number in range(load.decoders):
-            self._add(Prompt(DECODED_PROMPT, 50 + number, 1, number, False), DECODED_TOKENS, "decode")
+            prompt = Prompt(DECODED_PROMPT, 50 + number, 1, number, False)
+            self.ask(prompt.tokens(self.vocabulary), DECODED_TOKENS, "decode")
         self._settle(load.decoders)
         begin = time.perf_counter()
-        self._run(load, begin, served)
+        self._run(load, arriving, begin, served)
         served.seconds = time.perf_counter() - begin
         self._engine.abort_request(list(self._seen))
         self._seen.clear()
@@ -115,13 +119,13 @@ class Server:
         now = time.perf_counter()
         return [(output, now) for output in outputs]
 
-    def _run(self, load: Load, begin: float, served: Served) -> None:
-        coming = deque((document, begin + i * load.every_s) for i, document in enumerate(load.documents()))
+    def _run(self, load: Load, arriving: Sequence[list[int]], begin: float, served: Served) -> None:
+        coming = deque((tokens, begin + i * load.every_s) for i, tokens in enumerate(arriving))
         asked: dict[str, float] = {}
         while time.perf_counter() < begin + load.seconds or asked:
             while coming and coming[0][1] <= time.perf_counter():
-                document, due = coming.popleft()
-                asked[self._add(load.prompt(document), 1, "prompt")] = due
+                tokens, due = coming.popleft()
+                asked[self.ask(tokens, 1, "prompt")] = due
             for output, now in self.step():
                 if output.request_id in asked:
                     served.note_first(output, 1e3 * (now - asked.pop(output.request_id)))
@@ -143,12 +147,10 @@ class Server:
                 self._seen[output.request_id] = len(output.outputs[0].token_ids)
                 self._last[output.request_id] = now
 
-    def _add(self, prompt: Prompt, max_tokens: int, what: str) -> str:
-        return self.ask(prompt.tokens(self.vocabulary), max_tokens, what)
-
     def _compute(self, prompt: Prompt) -> float:
+        tokens = prompt.tokens(self.vocabulary)
         begin = time.perf_counter()
-        name = self._add(prompt, 1, "cold")
+        name = self.ask(tokens, 1, "cold")
         while all(output.request_id != name for output, _ in self.step()):
             pass
         return 1e3 * (time.perf_counter() - begin)
