@@ -19,7 +19,7 @@ from lwkv.codecs.choice import coders_for
 from lwkv.codecs.lossless_form import LosslessForm
 from lwkv.codecs.page_codec import Coder
 
-GROUPS, WARPS = (1, 2, 4), (2, 4, 8)
+WORDS, WARPS = (1024, 2048), (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def _coders(bench: Bench, form: LosslessForm) -> Iterator[tuple[str, Coder]]:
         return
     from lwkv.codecs.triton.lossless import TritonLossless, Tuning
 
-    for groups, warps in product(GROUPS, WARPS):
-        tuning = Tuning(groups, warps, groups, warps)
-        yield f"{16 * groups} rows a program, {warps} warps", TritonLossless(form, tuning)
+    for words, warps in product(WORDS, WARPS):
+        tuning = Tuning(decode_words=words, decode_warps=warps, encode_words=words, encode_warps=warps)
+        yield f"{words} words at once, {warps} warps", TritonLossless(form, tuning)
 
 
 def _measure_coder(bench: Bench, name: str, coder: Coder) -> CoderSpeed:

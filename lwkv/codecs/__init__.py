@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lwkv.codecs.choice import choose_codec
 from lwkv.codecs.page_check import PageCheck
-from lwkv.codecs.page_codec import Coder, Coding, PageCodec
+from lwkv.codecs.page_codec import Coder, Coding, PageCodec, PagedCoder
 from lwkv.codecs.raw import RawPages
 
-__all__ = ["Coder", "Coding", "PageCheck", "PageCodec", "RawPages", "choose_codec"]
+__all__ = ["Coder", "Coding", "PageCheck", "PageCodec", "PagedCoder", "RawPages", "choose_codec"]

@@ -97,9 +97,19 @@ class LosslessForm:
         words = np.ascontiguousarray(heads).view("<i4")
         header, starts = words[:, : HEADER_BYTES // 4], words[:, HEADER_BYTES // 4 :]
         escapes = header[:, 5]
-        steps = np.diff(starts, axis=1)
-        right = (np.delete(header, 5, axis=1) == np.delete(self.header(0), 5)).all(axis=1)
+        right = ((header == self._header) | self._is_count).all(axis=1)
         right &= (escapes >= 0) & (escapes <= self.capacity) & (starts[:, 0] == 0)
-        right &= ((steps >= 0) & (steps <= GROUP * self.width)).all(axis=1)
+        # Without a sign, a step down is larger than any step up.
+        steps = (starts[:, 1:] - starts[:, :-1]).view(np.uint32)
+        right &= steps.max(axis=1) <= GROUP * self.width
         right &= (starts[:, self.groups :] == escapes[:, None]).all(axis=1)
         return np.asarray(right, bool)
+
+    @cached_property
+    def _header(self) -> npt.NDArray[np.int32]:
+        return np.array(self.header(0), "<i4")
+
+    @cached_property
+    def _is_count(self) -> Flags:
+        """Which word of a header is another in each page."""
+        return np.asarray(np.arange(HEADER_BYTES // 4) == 5, bool)

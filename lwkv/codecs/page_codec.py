@@ -11,6 +11,7 @@ parts of chunks, for keys that turn on their way and keys that do not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,18 +41,53 @@ class Coder(Protocol):
     page_bytes: int
     head_bytes: int
 
-    def prepare(self, device_memory: Tensor) -> None:
-        """Compile for the device of this tensor, so that no request has to wait for it."""
-
     def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
         """Write coded pages; the same raw bytes give the same coded bytes on every device."""
 
     def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
         """Write raw pages. Whatever the coded bytes are, nothing else is written or read than these pages."""
 
+    def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
+        """What codes pages of these layers without raw pages in between; None where nothing does."""
+
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
         """Which pages can be decoded, bool (pages,), by their first bytes, uint8 (pages, head_bytes), on the
         host: False for one that the codec could not code, and for one that is no page of this form."""
+
+
+class PagedCoder(Protocol):
+    """Codes pages of full chunks from where an engine keeps their rows, and decodes them to there.
+
+    For the layers that it was made for. The rest is as with `Coder`.
+
+    Args of both methods:
+        layers: neighbours among those layers; all pages of the first come first, in `coded`.
+        slots: int64 (num_pages * tokens of a chunk,), on the device: the row of each token in the cache. Rows
+            that do not exist are coded as zeros, and not written.
+        num_pages: of each layer.
+    """
+
+    takes_handles: bool
+
+    def encode(
+        self,
+        layers: Sequence[PagedLayer],
+        slots: Tensor,
+        coded: Tensor,
+        num_pages: int,
+        handle: int | None = None,
+    ) -> None:
+        """Write coded pages: those that `Coder` makes of the raw ones."""
+
+    def decode(
+        self,
+        layers: Sequence[PagedLayer],
+        slots: Tensor,
+        coded: Tensor,
+        num_pages: int,
+        handle: int | None = None,
+    ) -> None:
+        """Write these slots of the cache. Whatever the coded bytes are, nothing else is written."""
 
 
 class Coding(NamedTuple):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lwkv.codecs.lossless_form import ESCAPE, FARTHEST, GROUP, ZERO, LosslessForm
-from lwkv.codecs.page_codec import Flags
+from lwkv.codecs.page_codec import Flags, PagedCoder
+from lwkv.layouts.paged_layer import PagedLayer
 
 # What is worked on at a time: each takes some 40 bytes meanwhile.
 MOST_ELEMENTS = 1 << 22
@@ -24,9 +27,6 @@ class TorchLossless:
         self.raw_bytes, self.page_bytes, self.head_bytes = form.raw_bytes, form.page_bytes, form.head_bytes
         self._pages_at_a_time = max(1, MOST_ELEMENTS // (form.rows * form.width))
 
-    def prepare(self, device_memory: Tensor) -> None:
-        pass
-
     @torch.inference_mode()
     def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
         for source, target in self._pairs(raw, coded, num_pages):
@@ -36,6 +36,9 @@ class TorchLossless:
     def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
         for target, source in self._pairs(raw, coded, num_pages):
             self._decode(source, target)
+
+    def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
+        return None
 
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
         return self._form.whole(heads)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from lwkv.codecs import Coder, Coding
+from lwkv.codecs import Coder, Coding, PagedCoder
 from lwkv.kernels import Kernels, StagedLayers
 from lwkv.platforms import Event, Platform
 
@@ -98,6 +98,10 @@ class Lane:
         """Queue what makes pages in a staging buffer of `raw_pages`."""
         self._code(coding.coder, partial(coding.coder.encode, self.raw_pages, staging, coding.num_pages))
 
+    def code_in_cache(self, coder: PagedCoder, work: Callable[..., None]) -> None:
+        """Queue a call of one of the coder's methods, which lacks the handle."""
+        self._code(coder, work)
+
     def clear(self) -> None:
         """Queue zeros for `raw_pages`: what was there before is not to be coded with what is written next."""
         self._platform.launch(self.kernels, self._clear)
@@ -125,7 +129,7 @@ class Lane:
     def _clear(self) -> None:
         self.raw_pages.zero_()
 
-    def _code(self, coder: Coder, work: Callable[..., None]) -> None:
+    def _code(self, coder: Coder | PagedCoder, work: Callable[..., None]) -> None:
         handle = self._platform.launch_handle(self.kernels) if coder.takes_handles else None
         if handle is None:
             self._platform.launch(self.kernels, work)

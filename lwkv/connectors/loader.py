@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -115,11 +116,7 @@ class Loader(ABC, Generic[LoadT]):
                 buffer = self._fill(load, layers, number, targets[0], pages)
             lane.pass_on(buffer)
             if piece.first_row < piece.last_row:
-                staging = buffer.memory
-                if load.plan.is_coded:
-                    self._decode(load, layers, targets, staging, number, pages)
-                    staging = lane.raw_pages
-                self._scatter(load, targets, staging, piece)
+                self._unload(load, layers, targets, buffer.memory, number, piece, pages)
             lane.take_back(buffer)
         self._mark_arrived(load, layers)
 
@@ -167,6 +164,22 @@ class Loader(ABC, Generic[LoadT]):
     def _targets(self, load: LoadT, layers: range) -> Sequence[PagedLayer]:
         """Where the rows of `layers`, which share staging, go."""
         return self._layers[layers.start : layers.stop]
+
+    def _unload(
+        self,
+        load: LoadT,
+        layers: range,
+        targets: Sequence[PagedLayer],
+        staging: torch.Tensor,
+        number: int,
+        piece: Slice,
+        pages: Int64s,
+    ) -> None:
+        """Queue what turns pages in `staging`, those of slice `number`, into rows of `targets`."""
+        if load.plan.is_coded:
+            self._decode(load, layers, targets, staging, number, pages)
+            staging = load.lane.raw_pages
+        self._scatter(load, targets, staging, piece)
 
     def _scatter(
         self, load: LoadT, targets: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice
@@ -267,3 +280,20 @@ class PagedLoader(Loader[Load]):
         if pages is not None:
             self._fill_ahead(load, pages)
         return load
+
+    def _unload(
+        self,
+        load: Load,
+        layers: range,
+        targets: Sequence[PagedLayer],
+        staging: torch.Tensor,
+        number: int,
+        piece: Slice,
+        pages: Int64s,
+    ) -> None:
+        plan, coder = load.plan, self._plans.paged_coder
+        if coder is None or not plan.is_whole or plan.has_spill(layers, number, pages):
+            super()._unload(load, layers, targets, staging, number, piece, pages)
+        else:
+            work = partial(coder.decode, targets, piece.rows.slots, staging, plan.num_pages(number))
+            load.lane.code_in_cache(coder, work)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lwkv.codecs import Coder, PageCodec, choose_codec
+from lwkv.codecs import Coder, Coding, PageCodec, PagedCoder, choose_codec
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.loader import Loader, PagedLoader
 from lwkv.connectors.saver import Saver
@@ -19,6 +19,7 @@ from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.layouts.registered_caches import Caches
 from lwkv.pool.host_pool import HostPool
 from lwkv.telemetry.timeline import Timeline
+from lwkv.transfer import NO_SLOT
 
 STAGING_ALIGNMENT = 512
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 256 << 20
@@ -129,9 +130,12 @@ class PagedConnector(Caches):
         return size
 
     def _compile(self, plans: Plans) -> None:
-        """Launch every kernel without rows, so that no request finds one that is not compiled."""
-        for coder in self._coders():
-            coder.prepare(self.loader.lane.buffers[0].memory)
+        """Launch every kernel, without rows or slots, so that no request finds one that is not compiled.
+
+        Nor one that is compiled and was never launched: to bring that to the device, the driver waits for all
+        that the device has to do.
+        """
+        self._launch_coders(plans.paged_coder)
         rows, groups = self._no_rows(), [[layer] for layer in self.layers]
         if plans.slice_shape.may_share:
             self.kernels.prepare(self.layers)
@@ -140,6 +144,20 @@ class PagedConnector(Caches):
             for layers in groups:
                 staged = StagedLayers(layers, lane.buffers[0].memory, 0, rows)
                 self.platform.launch(lane.kernels, partial(self.kernels.move_layers, scatter, staged))
+
+    def _launch_coders(self, paged_coder: PagedCoder | None) -> None:
+        """Code a page and decode it, in staging that nobody uses yet."""
+        lane, current = self.saver.lane, self.platform.current_stream(self.device)
+        memory = lane.buffers[0].memory
+        for coder in self._coders():
+            lane.encode(memory, Coding(coder, 1, has_gaps=False))
+            lane.decode(memory, Coding(coder, 1, has_gaps=False))
+        if paged_coder is not None:
+            nowhere = torch.full((self._config.chunk_size,), NO_SLOT, dtype=torch.int64, device=self.device)
+            self.platform.wait_stream(lane.kernels, current)
+            for work in (paged_coder.encode, paged_coder.decode):
+                lane.code_in_cache(paged_coder, partial(work, self.layers[:1], nowhere, memory, 1))
+        self.platform.synchronize_stream(lane.kernels)
 
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -34,7 +35,9 @@ class Save:
         stream: the current one of the batch's last step, None before any layer is computed.
         waiting: layers that are computed and not queued yet.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
+        num_before: how many layers are behind `before_last`, all of their copies being before it.
         before_last: behind all copies but the last one; None as long as there is one copy or none.
+        coded: by layer, which of its pages could be coded, bool (chunks,), once that was looked at.
         spilled: layers whose raw pages are kept beside the coded ones.
     """
 
@@ -47,6 +50,8 @@ class Save:
     waiting: range = range(0)
     last: StagingBuffer | None = None
     before_last: Event | None = None
+    num_before: int = 0
+    coded: dict[int, Flags] = field(default_factory=dict)
     spilled: frozenset[int] = frozenset()
 
 
@@ -153,7 +158,7 @@ class Saver:
         """
         whole = np.ones(save.pages.shape[1], bool)
         for layer in range(len(self._layers)) if save.plan.is_coded else ():
-            coded = self._check.whole(layer, save.pages[layer])
+            coded = self._coded(save, layer)
             self._steep = self._steep - {layer} if coded.all() else self._steep | {layer}
             if layer in save.spilled:
                 self._pool.drop_spill(save.pages[layer][coded])
@@ -169,6 +174,18 @@ class Saver:
             )
         return whole
 
+    def _look_early(self, save: Save, before_last: Event) -> None:
+        """Look at the pages that are there while the last ones are on their way."""
+        self._platform.d2h_fence(save.lane.copies, before_last)
+        for layer in range(save.num_before):
+            self._coded(save, layer)
+
+    def _coded(self, save: Save, layer: int) -> Flags:
+        """Which pages of a layer, whose bytes are in host memory, could be coded."""
+        if layer not in save.coded:
+            save.coded[layer] = self._check.whole(layer, save.pages[layer])
+        return save.coded[layer]
+
     def _queue_save(self, save: Save, layers: range) -> None:
         """Queue layers that share a staging buffer."""
         lane, pages = save.lane, save.pages[layers.start]
@@ -181,7 +198,7 @@ class Saver:
             else:
                 self._gather(save, sources, buffer.memory, piece)
             lane.mark_filled(buffer)
-            self._mark_before(save)
+            self._mark_before(save, layers.start)
             save.last = buffer
             lane.pass_on(buffer)
             self._platform.save_batch(buffer.memory, batch, lane.copies)
@@ -197,7 +214,11 @@ class Saver:
         self, save: Save, layers: range, staging: torch.Tensor, number: int, piece: Slice
     ) -> None:
         """The same of slice `number` of `layers`, and what codes these pages into a staging buffer."""
-        sources = self._layers[layers.start : layers.stop]
+        sources, coder = self._layers[layers.start : layers.stop], self._plans.paged_coder
+        if coder is not None and save.plan.is_whole and save.spilled.isdisjoint(layers):
+            work = partial(coder.encode, sources, piece.rows.slots, staging, save.plan.num_pages(number))
+            save.lane.code_in_cache(coder, work)
+            return
         lane, coding = save.lane, save.plan.coding(sources, number)
         if coding.has_gaps:
             lane.clear()
@@ -218,9 +239,13 @@ class Saver:
             self._platform.record(event, kernels)
             self._platform.d2h_fence(kernels, event, kernels)
 
-    def _mark_before(self, save: Save) -> None:
-        """Record that all copies queued so far are done. The event is this batch's own: see `Lane`."""
+    def _mark_before(self, save: Save, num_layers: int) -> None:
+        """Record that all copies queued so far are done, `num_layers` whole layers among them.
+
+        The event is this batch's own: see `Lane`.
+        """
         if save.last is not None:
+            save.num_before = num_layers
             save.before_last = save.before_last or self._platform.new_event(blocking=True)
             self._platform.record(save.before_last, save.lane.copies)
 
@@ -231,6 +256,8 @@ class Saver:
         if save.before_last is not None:
             # A thread that sleeps until an event wakes up late: it sleeps until the last copy but one.
             self._platform.synchronize_event(save.before_last)
+            if save.plan.is_coded:
+                self._look_early(save, save.before_last)
         event = self._platform.new_event(blocking=save.before_last is None)
         self._platform.record(event, save.lane.copies)
         self._platform.d2h_fence(save.lane.copies, event)

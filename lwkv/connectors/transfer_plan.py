@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lwkv.codecs import Coding, PageCheck, PageCodec
+from lwkv.codecs import Coding, PageCheck, PageCodec, PagedCoder
 from lwkv.connectors.row_tables import RowTables, Table
 from lwkv.kernels import Rows, StagedLayers
 from lwkv.layouts.paged_layer import PagedLayer
@@ -78,6 +79,7 @@ class Plan:
         num_slices: slices of every layer.
         is_coded: whether pages have to be decoded and coded on the device.
         layers_per_buffer: how many may share a staging buffer: 1 unless all pages are known and layers alike.
+        is_whole: whether all chunks are full, and all of their tokens are moved.
 
     Args:
         pages: of all layers, int64 (layers, chunks), if they are known: copies are made together where layers
@@ -116,9 +118,20 @@ class Plan:
         """The rows of `layer` to move, a staging buffer at a time."""
         shape = self._slice_shape.shape or page_shape(layer, self._slice_shape.chunk_size)
         if shape not in self._slices:
-            whole = self.transfer.is_whole(self._slice_shape.chunk_size)
-            self._slices[shape] = self._full_slices(shape) if whole else self._make_slices(shape)
+            self._slices[shape] = self._full_slices(shape) if self.is_whole else self._make_slices(shape)
         return self._slices[shape]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        return self.transfer.is_whole(self._slice_shape.chunk_size)
+
+    def num_pages(self, number: int) -> int:
+        """Pages of each layer in slice `number`."""
+        return len(self.transfer.chunk_tokens[self._chunks(number)])
+
+    def has_spill(self, layers: range, number: int, pages: Int64s) -> bool:
+        """Whether there are raw pages beside some of slice `number` of `layers`; `pages` as for `copy`."""
+        return any(self._pool.spill_of(self.pages_of(i, pages)[self._chunks(number)]) for i in layers)
 
     def staged(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> StagedLayers:
         """What is moved of layers whose raw pages lie in `staging`, page behind page."""
@@ -198,6 +211,7 @@ class Plans:
 
     Attributes:
         spare: tables that no plan uses any more, by size.
+        paged_coder: what codes pages of full chunks without raw pages in between; None where nothing does.
     """
 
     def __init__(
@@ -216,6 +230,8 @@ class Plans:
         self.slice_shape = SliceShape(layers, chunk_size, chunks_per_slice)
         self.spare: dict[int, list[Table]] = {}
         self.pool = pool
+        coder = codec.coder(layers[0]) if self.slice_shape.may_share else None
+        self.paged_coder: PagedCoder | None = None if coder is None else coder.paged(layers)
 
     def make(self, transfer: Transfer, stream: Stream, pages: Int64s | None = None) -> Plan:
         """Plan `transfer`; its tables go to the device on `stream`. `pages` as Plan's."""

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from oracle import FORMS, Dims, MemoryTier, Oracle, require_rest, run_slots
+from page_coders import TorchPaged
 from shared_host.owners import owner_at
 
+from lwkv.codecs.torch_lossless import TorchLossless
 from lwkv.connectors import Rope
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import ConfigError
@@ -73,6 +75,69 @@ def test_tokens_that_the_engine_has_are_not_written(make: Callable[..., Oracle])
         oracle.expect(TOKENS, INTO, found)
         oracle.check()
         assert found.tolist() == [False] * 5 + [True] * 11 + [False] * 5
+
+
+@pytest.fixture
+def paged_coders(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> list[TorchPaged]:
+    """Those that are made, where pages are coded in torch."""
+    if platform.features.triton:
+        pytest.skip("this platform has its own, which all tests here use")
+    made: list[TorchPaged] = []
+
+    def paged(coder: TorchLossless, layers: Any) -> TorchPaged:
+        made.append(TorchPaged(coder, layers))
+        return made[-1]
+
+    monkeypatch.setattr(TorchLossless, "paged", paged)
+    return made
+
+
+@pytest.mark.parametrize("form", ["vllm_2bnhd", "vllm_bhn2d", "vllm_mla"])
+@pytest.mark.parametrize("staging_chunks", [1, 2, 12], ids="{} chunks staged".format)
+def test_full_chunks_are_coded_from_their_blocks_and_decoded_into_them(
+    form: str, staging_chunks: int, paged_coders: list[TorchPaged], make: Callable[..., Oracle]
+) -> None:
+    oracle = make(form, replace(DIMS, head_size=8))  # layers that may share staging
+    staging = staging_chunks * (4 * 4096 + 2 * oracle.page_bytes(CHUNK))
+    settings = {"save_unfull_chunk": True, "staging_bytes": staging, "group_bytes": 1 << 20}
+    with oracle.engine(CHUNK, page_codec="lossless", **settings) as engine:
+        (coder,), prompt = paged_coders, TOKENS[:16]
+        assert (coder.encoded, coder.decoded) == (1, 1)  # at the start, so that no request finds it new
+        coder.encoded = coder.decoded = 0
+        store(oracle, engine, prompt)
+        slices = 2 // min(staging_chunks, 2)
+        assert (coder.encoded, coder.decoded) == (DIMS.layers * slices, 0)
+        assert all(retrieve(oracle, engine, prompt))
+        assert (coder.encoded, coder.decoded) == (DIMS.layers * slices, DIMS.layers * slices)
+        # A chunk that is not full, and one of which the engine has some tokens, go by way of raw pages.
+        other = [1000 + token for token in TOKENS]
+        store(oracle, engine, other)
+        assert all(retrieve(oracle, engine, other))
+        mask = [False] * 5 + [True] * 11
+        oracle.expect(prompt, INTO[:16], engine.retrieve(prompt, mask, slot_mapping=INTO[:16]))
+        oracle.check()
+        assert (coder.encoded, coder.decoded) == (DIMS.layers * slices, DIMS.layers * slices)
+        require_rest(engine)
+
+
+def test_pages_with_raw_ones_beside_them_go_by_way_of_raw_pages(
+    paged_coders: list[TorchPaged], bits: Bits
+) -> None:
+    with bits.engine() as engine:
+        values = torch.randn(192, 2, 64).bfloat16().view(torch.int16)
+        bits.fill(values, 0, 192)
+        bits.fill(STEEP, 64, 128, bits.views[2:3])
+        bits.store(engine)
+        bits.store(engine)
+        (coder,) = paged_coders
+        coder.decoded = 0
+        assert bits.loaded(engine) == 192
+        some = coder.decoded
+        bits.fill(values, 0, 192)
+        for number in (1, 2):
+            bits.store(engine, [1000 * number + token for token in PROMPT])
+        assert bits.loaded(engine, [2000 + token for token in PROMPT]) == 192
+        assert 0 < some < coder.decoded - some
 
 
 def test_requests_in_one_batch(make: Callable[..., Oracle]) -> None:
