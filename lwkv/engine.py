@@ -104,9 +104,9 @@ class CacheEngine:
         counters = Counters()
         # Where the host is the device nothing is page-locked, and slabs cost nothing.
         self._locks_ahead = connector.platform.device_type != "cpu"
-        self._pool, host = self._open_host_memory(counters)
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
         use_device = partial(connector.platform.set_device, connector.device)
+        self._pool, host = self._open_host_memory(counters, use_device)
         self._storage = self._make_storage(tiers, counters, use_device, host)
         self.tier_names = self._storage.tier_names
         self._closed = self._ended = False
@@ -330,7 +330,9 @@ class CacheEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_host_memory(self, counters: Counters) -> tuple[HostPool, HostChunks | None]:
+    def _open_host_memory(
+        self, counters: Counters, use_device: Callable[[], None]
+    ) -> tuple[HostPool, HostChunks | None]:
         """The pages, in this process or of a node, and in the latter case what knows of their chunks."""
         config, platform, page_bytes = self.config, self.connector.platform, self.connector.page_bytes
         host: HostChunks | None = None
@@ -343,7 +345,7 @@ class CacheEngine:
         else:
             timeout_s = config.extra_config.host_memory_timeout_s
             pool, host = open_node_memory(
-                config.host_memory, platform, page_bytes, timeout_s, counters, self._locks_ahead
+                config.host_memory, platform, page_bytes, timeout_s, counters, self._locks_ahead, use_device
             )
         with ExitStack() as undo:
             undo.callback(pool.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from lwkv.platforms import Platform
@@ -24,6 +25,7 @@ def open_node_memory(
     timeout_s: float,
     counters: Counters,
     locks_ahead: bool = False,
+    use_device: Callable[[], object] | None = None,
     patience_s: float = START_S,
 ) -> tuple[NodePool, NodeTier]:
     """Connect to the owner that listens at `path`. Both end with the pool's `close`.
@@ -31,7 +33,7 @@ def open_node_memory(
     Args:
         timeout_s: seconds that a request to the owner may take.
         patience_s: how long there may be none at the start.
-        locks_ahead: whether memory is page-locked by `lock_slab` alone; if not, all of it is at once.
+        locks_ahead, use_device: see NodePool.
 
     Raises:
         ConfigError: there is no owner, it cannot serve this engine, or the platform cannot use its memory.
@@ -39,7 +41,7 @@ def open_node_memory(
     waker, hello = Waker(), Hello(page_stride(page_bytes))
     session = wait_for_owner(path, hello, timeout_s, waker, patience_s)
     try:
-        pool = NodePool(platform, page_bytes, session, counters, locks_ahead)
+        pool = NodePool(platform, page_bytes, session, counters, locks_ahead, use_device)
     except ValueError:
         session.connection.close()
         raise

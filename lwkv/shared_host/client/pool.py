@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lwkv.background.workers import Workers
 from lwkv.errors import ConfigError
 from lwkv.platforms import Int64s, Platform
 from lwkv.platforms.host_memory import no_memory
@@ -34,6 +35,9 @@ class NodePool(HostPool):
 
     Args:
         session: the first owner.
+        locks_ahead: whether memory is page-locked by `lock_slab` alone; if not, all of it is at once. Of the
+            owners that follow it is done in the background, once it was done of the first.
+        use_device: called by the thread that does that, before all else.
 
     Attributes:
         session: the owner, if there is one.
@@ -46,7 +50,13 @@ class NodePool(HostPool):
     """
 
     def __init__(
-        self, platform: Platform, page_bytes: int, session: Session, counters: Counters, locks_ahead: bool
+        self,
+        platform: Platform,
+        page_bytes: int,
+        session: Session,
+        counters: Counters,
+        locks_ahead: bool,
+        use_device: Callable[[], object] | None = None,
     ) -> None:
         if not platform.features.host_register:
             raise ConfigError(
@@ -57,6 +67,7 @@ class NodePool(HostPool):
         size, slice_bytes = welcome.num_pages * stride, welcome.span * stride
         super().__init__(platform, page_bytes, size, slice_bytes, counters, on_demand=False)
         self._locks_ahead = locks_ahead
+        self._locking = Workers("host-memory-lock", 1, use_device)
         self._is_locking = not locks_ahead
         self._first = 0
         self._held = np.zeros(0, np.int32)
@@ -75,8 +86,10 @@ class NodePool(HostPool):
             self.max_pages = session.welcome.num_pages
             session.watcher = self._note_evicted
             self.session = session
-        while self._is_locking and self.lock_slab():
-            pass
+        if not self._locks_ahead:
+            self._lock_all()
+        elif self._is_locking:
+            self._locking.submit(self._lock_all)
 
     def detach(self) -> None:
         """The owner is gone: hand out nothing, and keep mapped what is in use."""
@@ -174,6 +187,10 @@ class NodePool(HostPool):
             self._closed = True
             self._end()
 
+    def _lock_all(self) -> None:
+        while self.lock_slab():
+            pass
+
     def _note_evicted(self, keys: list[bytes]) -> None:
         if self.on_evicted is not None:
             self.on_evicted(keys)
@@ -221,6 +238,7 @@ class NodePool(HostPool):
         if self._closed and not self._counts.total and self.slabs.memory:
             self._unlock(0, len(self.slabs.memory))
             self.slabs = self.slabs._replace(memory=[])
+            self._locking.leave()
             if self.session is not None:
                 self.session.bye()
             if self.on_end is not None:

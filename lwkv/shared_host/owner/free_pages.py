@@ -39,14 +39,11 @@ class FreePages:
         if count <= min(end, self._num_pages) - self._fresh:
             self._fresh += count
             return np.arange(self._fresh - count, self._fresh)
-        if count > len(self):
+        if count > self.below(end):
             return None
-        free = self._all()
-        usable = free[: np.searchsorted(free, end)]
-        if count > len(usable):
-            return None
-        positions = longest_runs(usable, self._span, count)
-        pages: Int64s = usable[positions]
+        free = self._sorted(end)
+        positions = longest_runs(free[: np.searchsorted(free, end)], self._span, count)
+        pages: Int64s = free[positions]
         self._keep(np.delete(free, positions))
         return pages
 
@@ -57,13 +54,12 @@ class FreePages:
         returned = sum(int(np.count_nonzero(pages < end)) for pages in self._returned)
         return returned + max(0, end - self._fresh)
 
-    def _all(self) -> Int64s:
-        """All of them, ascending; there are no fresh ones any more."""
-        fresh = np.arange(self._fresh, self._num_pages)
+    def _sorted(self, end: int) -> Int64s:
+        """All of them, ascending, but for those from page `end` on that were never in use."""
+        fresh = np.arange(self._fresh, min(end, self._num_pages))
+        self._fresh += len(fresh)
         free = np.concatenate([*self._returned, fresh])
         free.sort(kind="stable")
-        self._fresh = self._num_pages
-        self._keep(free)
         return free
 
     def _keep(self, pages: Int64s) -> None:

@@ -153,7 +153,8 @@ class NodeIndex:
     ) -> None:
         names, before, sizes = _keys(keys), _parents(parents), read_numbers(lengths)
         numbers, beside = read_numbers(pages), read_spills(spills)
-        if not len(names) == len(before) == len(sizes) or sizes.sum() != len(numbers) or (sizes < 1).any():
+        are_sizes = ((sizes >= 1) & (sizes <= len(numbers))).all() and sizes.sum() == len(numbers)
+        if not (are_sizes and len(names) == len(before) == len(sizes)):
             raise ProtocolError(f"COMMIT of {len(names)} chunks with {len(numbers)} pages")
         client.holds.require(_joined([numbers, *beside.values()]))
         self.pages.share(numbers)

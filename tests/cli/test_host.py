@@ -1,0 +1,34 @@
+"""`lwkv host` in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from shared_host.workers import status, wait_for
+
+from lwkv.shared_host.client.connecting import NoOwnerError
+
+
+def test_it_owns_memory_until_it_is_told_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "host.sock"
+    options = ["--size", "0.01", "--socket", str(path), "--threads", "2"]
+    command = [sys.executable, "-m", "lwkv", "host", *options]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def answers() -> bool:
+        try:
+            return status(path)["bytes"] == 5 * (2 << 20)
+        except NoOwnerError:
+            return False
+
+    wait_for(answers)
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode == 2
+    assert "another owner listens at" in second.stderr
+    owner.send_signal(signal.SIGTERM)
+    _, errors = owner.communicate(timeout=60)
+    assert (owner.returncode, errors) == (0, "")
+    assert not path.exists()
