@@ -131,8 +131,8 @@ def _store(session: Session, number: int, layers: int) -> None:
     pages, _ = session.reserve(session.welcome.num_pages, PROMPT_CHUNKS * layers)
     if pages is not None:
         # Each layer's pages are neighbours.
-        rows = np.ascontiguousarray(pages.reshape(layers, PROMPT_CHUNKS).T)
-        session.commit(keys, [None, *keys[:-1]], list(rows), {})
+        rows = pages.reshape(layers, PROMPT_CHUNKS).T.ravel()
+        session.commit(keys, [None, *keys[:-1]], [layers] * PROMPT_CHUNKS, rows, {})
         session.free(pages, np.ones(len(pages), np.int64))
 
 

@@ -16,6 +16,7 @@ from shared_host.workers import (
     PAGE_BYTES,
     PROMPTS,
     SHORT_S,
+    Progress,
     check,
     die_at_message,
     freeze,
@@ -95,13 +96,16 @@ def test_an_owner_that_is_killed_is_followed_by_an_empty_one_and_no_byte_is_wron
 ) -> None:
     chosen = random.Random(9)
     owner = start(run_owner, path, PAGES)
-    clients = [start(serve_requests, path, seed, 200 * kills) for seed in range(2)]
+    progress = Progress()
+    clients = [start(serve_requests, path, seed, -1, SHORT_S, progress.count) for seed in range(2)]
     for _ in range(kills):
         owner.join(chosen.uniform(0.05, 0.5))
         kill(owner)
         owner = start(run_owner, path, PAGES)
+    progress.wait_more(100)
+    progress.stop()
     for process in clients:
-        process.join(240)
+        process.join(60)
         assert process.exitcode == 0
     wait_for(lambda: is_at_rest(path))
     kill(owner)

@@ -105,7 +105,35 @@ def put(pool: NodePool, tier: NodeTier, numbers: Sequence[int], missing: Sequenc
     return True
 
 
-def serve_requests(path: Path, seed: int, rounds: int, timeout_s: float = SHORT_S) -> None:
+class Progress:
+    """Rounds that processes have done together, until they are stopped."""
+
+    def __init__(self) -> None:
+        self._rounds = forking.Value("q", 0)
+        self._stop = forking.Event()
+
+    def count(self) -> bool:
+        """Count a round; whether to go on."""
+        with self._rounds.get_lock():
+            self._rounds.value += 1
+        return not self._stop.is_set()
+
+    def wait_more(self, rounds: int) -> None:
+        """Wait for so many rounds from now on."""
+        end = self._rounds.value + rounds
+        wait_for(lambda: self._rounds.value >= end)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def serve_requests(
+    path: Path,
+    seed: int,
+    rounds: int,
+    timeout_s: float = SHORT_S,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> None:
     """Store and load prompts at random, as an engine would; raises for a wrong byte.
 
     Rounds in which nothing is found or stored do not count: there may be no owner for a while.
@@ -116,7 +144,7 @@ def serve_requests(path: Path, seed: int, rounds: int, timeout_s: float = SHORT_
         numbers = prompt(int(random.integers(PROMPTS)))
         missing = check(pool, tier, numbers)
         if len(missing) < LENGTH or put(pool, tier, numbers, missing):
-            rounds -= 1
+            rounds = rounds - 1 if goes_on() else 0
         else:
             time.sleep(0.001)
         if len(missing) in range(1, LENGTH):

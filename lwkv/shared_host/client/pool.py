@@ -168,10 +168,12 @@ class NodePool(HostPool):
                 pages[end - length : end] if length else None
                 for length, end in zip(pinned.lengths, ends, strict=True)
             ]
-            for own in chunks:  # a chunk may be pinned twice
-                if own is not None:
-                    self._counts.add(own)
-                    self._held[own] += 1
+            found = [own for own in chunks if own is not None]
+            # A chunk may be pinned twice, which its first page shows.
+            is_once = len({int(own[0]) for own in found}) == len(found)
+            for together in [pages] if is_once else found:
+                self._counts.add(together)
+                self._held[together] += 1
             self._adopt_spills(pinned)
             return chunks
 

@@ -84,15 +84,17 @@ class Session:
         self,
         keys: Sequence[ChunkKey],
         parents: Sequence[ChunkKey | None],
-        pages: Sequence[Int64s],
+        lengths: Sequence[int],
+        pages: Int64s,
         spills: Mapping[int, Int64s],
     ) -> None:
-        """Make chunks visible whose pages this client holds, and goes on to hold until `free`."""
-        lengths = pack_numbers([len(own) for own in pages])
-        joined = pack_numbers(np.concatenate([np.zeros(0, np.int64), *pages]))
-        self.connection.tell(
-            Op.COMMIT, pack_keys(keys), pack_parents(parents), lengths, joined, pack_spills(spills)
-        )
+        """Make chunks visible whose pages this client holds, and goes on to hold until `free`.
+
+        Args:
+            lengths: how many of `pages`, int64 (pages,), each chunk has.
+        """
+        numbers = pack_numbers(lengths), pack_numbers(pages)
+        self.connection.tell(Op.COMMIT, pack_keys(keys), pack_parents(parents), *numbers, pack_spills(spills))
 
     def free(self, pages: Int64s, counts: Int64s) -> None:
         """End `counts` holds of each of `pages`."""

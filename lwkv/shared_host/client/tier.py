@@ -124,9 +124,8 @@ class NodeTier:
         if numbers is None:  # their owner is gone
             return
         first = int(pages[0]) - int(numbers[0])
-        ends = np.cumsum([len(chunk.pages) for chunk in chunks]).tolist()
         spills = {int(numbers[i]): spill - first for i, spill in self._pool.spill_of(pages).items()}
-        session.commit(keys, parents, np.split(numbers, ends[:-1]), spills)
+        session.commit(keys, parents, [len(chunk.pages) for chunk in chunks], numbers, spills)
         with self._lock:
             if self.watcher is not None:
                 self._reported.update(keys)
