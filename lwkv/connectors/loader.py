@@ -116,7 +116,10 @@ class Loader(ABC, Generic[LoadT]):
                 buffer = self._fill(load, layers, number, targets[0], pages)
             lane.pass_on(buffer)
             if piece.first_row < piece.last_row:
-                self._unload(load, layers, targets, buffer.memory, number, piece, pages)
+                if load.plan.is_coded:
+                    self._unload_coded(load, layers, targets, buffer.memory, number, piece, pages)
+                else:
+                    self._scatter(load, targets, buffer.memory, piece)
             lane.take_back(buffer)
         self._mark_arrived(load, layers)
 
@@ -165,7 +168,7 @@ class Loader(ABC, Generic[LoadT]):
         """Where the rows of `layers`, which share staging, go."""
         return self._layers[layers.start : layers.stop]
 
-    def _unload(
+    def _unload_coded(
         self,
         load: LoadT,
         layers: range,
@@ -175,11 +178,9 @@ class Loader(ABC, Generic[LoadT]):
         piece: Slice,
         pages: Int64s,
     ) -> None:
-        """Queue what turns pages in `staging`, those of slice `number`, into rows of `targets`."""
-        if load.plan.is_coded:
-            self._decode(load, layers, targets, staging, number, pages)
-            staging = load.lane.raw_pages
-        self._scatter(load, targets, staging, piece)
+        """Queue what turns coded pages in `staging`, those of slice `number`, into rows of `targets`."""
+        self._decode(load, layers, targets, staging, number, pages)
+        self._scatter(load, targets, load.lane.raw_pages, piece)
 
     def _scatter(
         self, load: LoadT, targets: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice
@@ -281,7 +282,7 @@ class PagedLoader(Loader[Load]):
             self._fill_ahead(load, pages)
         return load
 
-    def _unload(
+    def _unload_coded(
         self,
         load: Load,
         layers: range,
@@ -293,7 +294,7 @@ class PagedLoader(Loader[Load]):
     ) -> None:
         plan, coder = load.plan, self._plans.paged_coder
         if coder is None or not plan.is_whole or plan.has_spill(layers, number, pages):
-            super()._unload(load, layers, targets, staging, number, piece, pages)
+            super()._unload_coded(load, layers, targets, staging, number, piece, pages)
         else:
             work = partial(coder.decode, targets, piece.rows.slots, staging, plan.num_pages(number))
             load.lane.code_in_cache(coder, work)
