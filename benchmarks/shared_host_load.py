@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ from lwkv.benchmarks.shapes import SHAPES
 from lwkv.benchmarks.timing import alternate_ms
 from lwkv.platforms import detect_platform
 from lwkv.pool.host_pool import PAGE_ALIGNMENT
+from lwkv.shared_host.client.connecting import NoOwnerError
+from lwkv.shared_host.client.status import read_status
 
 GATE = 0.98
 """The least that the speed from a node's memory may be of that from own memory."""
@@ -79,13 +80,13 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _owner(gib: float) -> Iterator[tuple[str, float]]:
-    """An owner in a process of its own: its socket, and the seconds until it listened with all its memory."""
+    """An owner in a process of its own: its socket, and the seconds until it answered with all its memory."""
     with tempfile.TemporaryDirectory() as folder:
         path, begun = f"{folder}/host.sock", time.monotonic()
         command = [sys.executable, "-m", "lwkv", "host", "--size", str(gib), "--socket", path]
         owner = subprocess.Popen(command)
         try:
-            while not Path(path).exists():
+            while not _answers(path):
                 if owner.poll() is not None:
                     raise RuntimeError(f"the owner of host memory ended with {owner.returncode}")
                 time.sleep(0.01)
@@ -93,6 +94,15 @@ def _owner(gib: float) -> Iterator[tuple[str, float]]:
         finally:
             owner.terminate()
             owner.wait()
+
+
+def _answers(path: str) -> bool:
+    """Whether an owner answers: it listens before it has its memory."""
+    try:
+        read_status(path)
+    except NoOwnerError:
+        return False
+    return True
 
 
 def _together(args: argparse.Namespace, kind: str, path: str) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ class Saver:
         self._pages_per_group = group_bytes // page_bytes
         self._check, self._pool = plans.page_check(), plans.pool
         # Layers with pages that could not be coded, as of the last batch that ended.
-        self._steep: frozenset[int] = frozenset()
+        self._uncodable: frozenset[int] = frozenset()
         self._throttle = LogThrottle(log, time.monotonic)
 
     def begin_save(self, transfer: Transfer, pages: Int64s, sync: bool = True) -> Save:
@@ -100,7 +100,7 @@ class Saver:
         Args:
             allocate: takes so many pages of the pool, or none.
         """
-        for layer in sorted(self._steep):
+        for layer in sorted(self._uncodable):
             coder = self._plans.codec.coder(self._layers[layer])
             if coder is None:
                 continue
@@ -159,7 +159,7 @@ class Saver:
         whole = np.ones(save.pages.shape[1], bool)
         for layer in range(len(self._layers)) if save.plan.is_coded else ():
             coded = self._coded(save, layer)
-            self._steep = self._steep - {layer} if coded.all() else self._steep | {layer}
+            self._uncodable = self._uncodable - {layer} if coded.all() else self._uncodable | {layer}
             if layer in save.spilled:
                 self._pool.drop_spill(save.pages[layer][coded])
             else:

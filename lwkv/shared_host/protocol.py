@@ -43,7 +43,7 @@ class Op(IntEnum):
     HELLO = 1
     """JSON of a Hello. The reply is WELCOME or REFUSED."""
     WELCOME = 2
-    """JSON of a Welcome; the descriptors of the slabs come with it."""
+    """JSON of a Welcome; the descriptor of the memory comes with it."""
     REFUSED = 3
     """Why, as text."""
     REPLY = 4

@@ -181,7 +181,7 @@ def test_pages_that_are_coded_are_in_order(
         monkeypatch.setattr(module, "require_rest", lambda engine: None)
     traffic = start(buffered)
     if not shrinks:
-        traffic.connector.saver._steep = frozenset(range(LAYERS))
+        traffic.connector.saver._uncodable = frozenset(range(LAYERS))
     traffic.run()
     assert races.find() is None
 

@@ -227,7 +227,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         block_size=group.kv_cache_spec.block_size,
         num_ranks=ranks,
         window=window_of(group),
-        chronicle=KVEventLog(config.chunk_size) if _announces(vllm_config) else None,
+        events=KVEventLog(config.chunk_size) if _announces(vllm_config) else None,
         most_decoded=1 + _most_drafts(vllm_config),
         weighs=settings.load_when == "cheaper",
         prefetches=settings.prefetch_waiting and bool(tier_urls(config)),

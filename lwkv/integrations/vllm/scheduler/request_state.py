@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,11 +15,6 @@ from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex, RankKeys
 from lwkv.integrations.vllm.scheduler.request_chunks import RequestChunks
 from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import Chunking
-
-Aside: TypeAlias = "Callable[[Callable[[], list[str | None]]], Future[list[str | None]]]"
-
-ASK_AGAIN_S = 1.0
-"""Seconds after which a waiting request's chunks are looked for again where there was no news of any."""
 
 
 class Span(NamedTuple):

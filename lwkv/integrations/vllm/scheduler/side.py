@@ -45,13 +45,14 @@ class SchedulerSide:
 
     A lookup takes nothing and changes nothing, so there is nothing to release where a request is aborted,
     preempted or found in vLLM's own cache: chunks are pinned by the workers for the step that loads them. If
-    one has gone by then, that load fails, and vLLM computes its tokens.
+    one has gone by then, that load fails, and vLLM computes its tokens. Only what was fetched for a waiting
+    request is pinned before, and given back by `waiting`.
 
     Args:
         block_size: tokens of a block of vLLM's block tables.
         num_ranks: workers, over tensor and pipeline parallel.
         window: tokens that the model looks back, where blocks behind them are given to others; else None.
-        chronicle: writes down what comes and goes; None for not at all.
+        events: writes down what comes and goes; None for not at all.
         most_decoded: tokens that a request gets in a step where it only decodes, drafts included.
         prefetches: whether requests wait for chunks in lower tiers; if not, steps do.
         weighs: whether only what comes sooner than it is computed is loaded; if not, all that is found.
@@ -67,7 +68,7 @@ class SchedulerSide:
         block_size: int,
         num_ranks: int = 1,
         window: int | None = None,
-        chronicle: KVEventLog | None = None,
+        events: KVEventLog | None = None,
         most_decoded: int = 1,
         prefetches: bool = True,
         weighs: bool = True,
@@ -79,14 +80,14 @@ class SchedulerSide:
         self._role, self._block_size = role, block_size
         self.index = index
         self._config = config
-        self._chronicle = chronicle
+        self._events = events
         self._counted: dict[str, int] = {}
         self._begun: list[str] = []
         self._epoch = ""
         self._steps = Steps()
         policy = StorePolicy(role.stores, config.save_decode_cache)
         self._requests = Requests(self._new_state, self._steps, policy, block_size, window, most_decoded)
-        self._moves = Moves(index, block_size, chronicle)
+        self._moves = Moves(index, block_size, events)
         self._stores = Stores(index, self._moves, self._requests, policy, self._steps, num_ranks)
         self.waiting = WaitingLoads(num_ranks, config.load_timeout_s, self.counters, clock)
         self.costs = Costs(config.chunk_size, config.use_layerwise, clock) if weighs else None
@@ -177,8 +178,8 @@ class SchedulerSide:
             self.index.learn(report)
             self.waiting.learn(report)
             self._step_costs.learn(report)
-            if self._chronicle is not None:
-                self._chronicle.learn(report)
+            if self._events is not None:
+                self._events.learn(report)
             self._steps.acknowledged = max(self._steps.acknowledged, report.step)
             self._stores.learn(report)
         self._stores.forget_reported()
@@ -201,7 +202,7 @@ class SchedulerSide:
 
     def take_events(self) -> Iterable[Stored | Removed]:
         """What came to host memory and went since the last call."""
-        return () if self._chronicle is None else self._chronicle.take()
+        return () if self._events is None else self._events.take()
 
     def close(self) -> None:
         """Close what the scheduler has open."""
