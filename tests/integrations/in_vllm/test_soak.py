@@ -9,12 +9,13 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import CHUNK, Answer, Engine, assert_same, prompt, started, with_lwkv
+from integrations.in_vllm.rig import CHUNK, Answer, assert_same, prompt, started, with_lwkv
 from storage.servers import Server, redis_server, running, valkey_program
 
 CHUNK_GIB = 4 * 2 * CHUNK * 2 * 32 * 4 / 2**30
@@ -144,6 +145,52 @@ def test_a_long_run_with_failing_tiers_gives_right_answers_and_the_hits_that_its
     assert calm.share(DISK_CHUNKS) >= FAULT_FREE_SHARE
 
 
+def test_two_ranks_answer_right_while_their_tiers_fail(
+    llama: Path, plain: Elsewhere, server: Server, tmp_path: Path, minutes: float
+) -> None:
+    settings = {
+        "max_local_cpu_size": HOST_CHUNKS * CHUNK_GIB / 2,  # each rank has half of the heads
+        "local_disk": str(tmp_path / "disk"),
+        "max_local_disk_size": DISK_CHUNKS * CHUNK_GIB,
+        "remote_url": f"valkey://127.0.0.1:{server.port}",
+        "extra_config": {"slab_bytes": int(HOST_CHUNKS * CHUNK_GIB * 2**30) // 8},
+    }
+    ranks = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    arguments = with_lwkv(**settings) | {"enable_prefix_caching": False, "max_num_batched_tokens": 256}
+    engine = Elsewhere(llama, {}, **arguments, **ranks)
+    run = Run("two ranks", Conversations(seed=3))
+    try:
+        engine.call("ask", [prompt(1, 40)])  # it has started then
+        with Trouble(server, seed=4) as trouble:
+            run.go(TwoRanks(engine), plain, minutes * 30, most_together=4)
+    finally:
+        engine.close()
+    print(f"\n{run.summary()}\ntroubles {dict(trouble.done)}")
+    # Workers of their own cannot be waited for, and what failed is not there: there are hits, at least.
+    assert run.share(HOST_CHUNKS) > 0
+
+
+class Asked(Protocol):
+    """What is asked: an engine here, or one in processes of its own."""
+
+    def ask(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]: ...
+
+    def flush(self) -> object: ...
+
+
+class TwoRanks:
+    """An engine whose workers are in processes of their own."""
+
+    def __init__(self, engine: Elsewhere) -> None:
+        self._engine = engine
+
+    def ask(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
+        answers: list[Answer] = self._engine.call("ask", prompts, max_tokens)
+        return answers
+
+    def flush(self) -> None: ...
+
+
 class Run:
     """Prompts, their answers compared, and the tokens that were found beside what oracles find."""
 
@@ -158,7 +205,7 @@ class Run:
         """What was found, of what an oracle with room for so many chunks finds."""
         return self._found / max(self._wanted[room], 1)
 
-    def go(self, engine: Engine, plain: Elsewhere, seconds: float, most_together: int) -> None:
+    def go(self, engine: Asked, plain: Elsewhere, seconds: float, most_together: int) -> None:
         now = time.monotonic()
         end, next_report = now + seconds, now + REPORT_S
         while (now := time.monotonic()) < end:
