@@ -20,6 +20,9 @@ from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
+from lwkv.platforms.cpu import CPU
+from lwkv.shared_host.client.opening import open_node_memory
+from lwkv.telemetry.counters import Counters
 
 DIMS = Dims()
 PAGES = 64
@@ -70,7 +73,8 @@ def test_another_process_finds_what_was_stored_and_a_restarted_engine_finds_its_
     oracle: Oracle, owner: OwnerThread, path: Path
 ) -> None:
     def store_elsewhere() -> None:
-        there = Oracle(type(oracle.platform)(), oracle.device, dims=DIMS)
+        # On the CPU, whatever the others are on: a forked process cannot use their device.
+        there = Oracle(CPU(), torch.device("cpu"), dims=DIMS)
         with engine_at(there, path) as engine:
             store(there, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
 
@@ -173,6 +177,16 @@ def test_an_engine_whose_chunk_does_not_fit_is_refused_and_leaves_the_owner(
     with owner_at(path, 2) as owner:
         with pytest.raises(ConfigError, match=r"the owner has 2 pages .* one chunk of 3 layers needs 3"):
             engine_at(oracle, path)
+        wait_for(lambda: owner.server.status()["clients"] == 0)
+
+
+def test_a_pool_that_is_closed_before_anything_is_page_locked_leaves_the_owner(
+    oracle: Oracle, path: Path
+) -> None:
+    with owner_at(path, PAGES) as owner:
+        pool, _ = open_node_memory(str(path), oracle.platform, 4096, 10.0, Counters(), locks_ahead=True)
+        assert owner.server.status()["clients"] == 1
+        pool.close()
         wait_for(lambda: owner.server.status()["clients"] == 0)
 
 

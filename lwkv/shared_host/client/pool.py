@@ -73,6 +73,7 @@ class NodePool(HostPool):
         self._held = np.zeros(0, np.int32)
         self._left: list[_Left] = []
         self._room = 0
+        self._has_ended = False
         self.session: Session | None = None
         self.on_evicted: Callable[[list[bytes]], object] | None = None
         self.on_lost: Callable[[], object] | None = None
@@ -237,7 +238,8 @@ class NodePool(HostPool):
         self.slabs = self.slabs._replace(memory=memory)
 
     def _end(self) -> None:
-        if self._closed and not self._counts.total and self.slabs.memory:
+        if self._closed and not self._counts.total and not self._has_ended:
+            self._has_ended = True
             self._unlock(0, len(self.slabs.memory))
             self.slabs = self.slabs._replace(memory=[])
             self._locking.leave()

@@ -49,6 +49,8 @@ def test_without_a_wait_the_bytes_are_wrong(
     wait: str,
     own_stream: bool,
 ) -> None:
+    if platform.device_type != "cpu":
+        pytest.skip("without the wait a real device may still be in time; the CPU is late on purpose")
     monkeypatch.setattr(ModelStreams, wait, lambda self, stream: None)
     with pytest.raises(WrongBytesError):
         play(make, platform, own_stream)
