@@ -54,9 +54,9 @@ class Plan:
         return self.documents * self.tokens
 
     def prompt(self, turn: int, vocabulary: int) -> tuple[list[int], list[list[int]]]:
-        """The documents in the order of a turn, a token behind each, and a question of its own."""
+        """The documents in the order of a turn, a token behind each; head and question are the turn's own."""
         order = np.random.default_rng(turn).permutation(self.documents)
-        ids, segments = [7, 8, 9], []
+        ids, segments = _drawn(90_000 + turn, 3, vocabulary), []
         for number in order:
             segments.append([len(ids), len(ids) + self.tokens])
             ids += [*_drawn(1000 + int(number), self.tokens, vocabulary), 3]

@@ -20,7 +20,7 @@ from lwkv.platforms.protocol import Int64s
 if TYPE_CHECKING:
     from lwkv.integrations.vllm.blending.layers import ModelLayers
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """By which moved keys, and rows computed apart, may differ, as a part of the largest value."""
 
 BLOCK = 1
@@ -28,7 +28,7 @@ BLOCK = 1
 
 
 class StartCheck:
-    """Computes two tokens in several ways, in a block that no request has yet.
+    """Computes four tokens in several ways, in a block that no request has yet.
 
     Raises ConfigError where they differ: then blending would not compute what vLLM does.
 
@@ -43,13 +43,13 @@ class StartCheck:
         self._model, self._layers, self._cache, self._rope = model, layers, cache, rope
         self._far = far
         self._slots: Int64s = BLOCK * block_size + np.arange(block_size)
-        self._tokens = np.array([1, 2], np.int64)
+        self._tokens = np.array([1, 2, 1, 2], np.int64)
         self._name = type(model).__name__
 
     @torch.inference_mode()
     def run(self) -> None:
         """Try it."""
-        whole = np.array([0, 1], np.int64)
+        whole = np.arange(len(self._tokens))
         own = self._forward(whole)
         written = self._rows(whole)
         for layer in range(self._layers.num_layers):
@@ -66,10 +66,10 @@ class StartCheck:
         self._check_rope()
 
     def _check_apart(self, own: Tensor) -> None:
-        """The second token alone, over the first one's keys."""
-        apart = self._walk(np.array([1], np.int64))
-        if not _near(apart[0], own[1]):
-            self._refuse("a token that is computed alone over cached keys differs from one in its prompt")
+        """All but the second token, in two runs over the keys of all."""
+        rows = np.array([0, 2, 3], np.int64)
+        if not _near(self._walk(rows), own[torch.from_numpy(rows).to(own.device)]):
+            self._refuse("tokens that are computed apart over cached keys differ from those of a prompt")
 
     def _check_rope(self) -> None:
         """A key that is moved is the key that the model computes there, in every layer.

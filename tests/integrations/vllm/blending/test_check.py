@@ -143,3 +143,18 @@ def test_a_forward_pass_that_returns_something_else_is_refused(rig: Rig) -> None
     rig.model.returns = lambda hidden: (hidden, [])
     with pytest.raises(ConfigError, match="returns tuple"):
         rig.run()
+
+
+def test_tokens_computed_apart_that_see_other_keys_are_refused(rig: Rig) -> None:
+    """As where one sequence of a batch does not see what another one writes."""
+    run = rig.layers.run
+
+    def blind(layer: int, calls: Sequence[Call], states: States) -> States:
+        (call,) = calls
+        if len(call.positions) == 3:
+            states = States(states.hidden * 1.01, None)
+        return run(layer, calls, states)
+
+    rig.layers.run = blind  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="computed apart over cached keys differ"):
+        rig.run()
