@@ -16,8 +16,8 @@ from lwkv.integrations.vllm.blending.calls import Call, Layers, States
 from lwkv.integrations.vllm.blending.runs import closed
 from lwkv.kernels import Rows as CacheRows
 
-MOST_GAP = 3
-"""Rows between two chosen ones that are computed with them: a run more costs attention as much as these."""
+MOST_GAP = 1
+"""Rows between two chosen ones that are computed with them: attention reads the keys anew for each run."""
 
 
 @dataclass(frozen=True, slots=True)
