@@ -94,7 +94,8 @@ class PinnedLoad:
         load = self._load
         if load is None:
             return
-        self._queue_ahead(load, min(layer + 1, self._num_layers - 1))
+        if self._queued < self._num_layers:
+            self._queue_ahead(load, min(layer + 1, self._num_layers - 1))
         # Layers that came together have one event: one wait is enough for them.
         waited = load.arrived[layer], self._platform.current_stream(self._device)
         if waited != self._waited and not self.has_failed:
