@@ -107,7 +107,7 @@ class BlendWorker:
                 try:
                     arrived = self._blend(order, loads)
                 except DEVICE_FAILURES:
-                    log.exception("a prompt cannot be blended: vLLM computes it")
+                    log.exception("a prompt cannot be blended")
                     arrived = False
             if not arrived:
                 self._fail(order)
@@ -170,7 +170,9 @@ class BlendWorker:
         self._invalid.update((slots // self._block_size).tolist())
         self._counters.add("blend_tokens_lost", len(slots))
         self._counters.add("blend_failures")
-        self._throttle.warn("a prompt of %d tokens could not be blended; vLLM computes it", order.end)
+        self._throttle.warn(
+            "%d tokens of a prompt could not be blended; on_load_failure says what follows", len(slots)
+        )
 
     def _count(self, order: BlendOrder, layout: Layout, computed: Computed) -> None:
         self._counters.add("blend_requests")

@@ -168,7 +168,7 @@ class SchedulerSide:
             self._requests.let_sleep(item.tracked, item.in_place)
         fetches, released = self._fetches()
         step, acknowledged = self._steps.current, self._steps.acknowledged
-        is_timed = self._step_costs.begin(step, output) and not (blends or encodes)
+        is_timed = self._step_costs.begin(step, output, measures=not (blends or encodes))
         moves, extra = (loads, [*rests, *stores]), (blends, encodes)
         return StepOrders(step, acknowledged, *moves, ended, fetches, released, is_timed, *extra)
 

@@ -156,15 +156,17 @@ class WorkerSide:
             self._store_steps.save_kv_layer(name)
 
     def invalid_blocks(self) -> set[int]:
-        """The blocks whose loads failed, of which vLLM computes the tokens again. Ends the loads."""
+        """The blocks whose loads or blends failed, whose tokens vLLM computes again. Ends the loads."""
         self._end_loads()
-        return self._invalid if self._blending is None else self._invalid | self._blending.invalid_blocks()
+        self._end_blends()
+        return self._invalid
 
     def end(self) -> None:
         """End the step: what it stores is on its way, or given up."""
         self._end_loads()
         if self._ended:
             return
+        self._end_blends()
         self._ended = True
         self._requests_ended.update(self._orders.ended)
         if self._orders.is_timed or self._orders.blends:
@@ -244,6 +246,12 @@ class WorkerSide:
             missing = np.flatnonzero((load.slot_mapping != NO_SLOT) & ~mask.numpy())
             if len(missing):
                 self._fail(move, missing)
+
+    def _end_blends(self) -> None:
+        invalid = set() if self._blending is None else self._blending.invalid_blocks()
+        if invalid:
+            self._failed_step = self._orders.step
+            self._invalid |= invalid
 
     def _fail(self, move: Move, missing: Int64s) -> None:
         """Have the tokens at `missing` computed again, and their chunks forgotten."""

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from integrations.vllm.scripted import BLOCK, CHUNK, LAYERS, RankOfModel
 from oracle import held_completions, require_rest
 
 from lwkv.integrations.host_memory import MEMORY_S
+from lwkv.integrations.vllm.blending.orders import BlendOrder
 from lwkv.integrations.vllm.orders import Move, StepOrders, packed
 from lwkv.keys import chunk_keys
 from lwkv.pipeline import prompt_keys
@@ -69,6 +72,46 @@ def test_a_step_that_was_looked_up_and_never_ended_is_given_up_by_the_next() -> 
     rank.worker.begin(StepOrders(3, 1, [], []))
     assert rank.engine.flush()
     require_rest(rank.engine)
+    rank.worker.close()
+
+
+class FailingBlends:
+    """Blending whose prompts do not arrive: their blocks have wrong contents, which others may share."""
+
+    is_running = False
+
+    def begin_step(self, blends: object, encodes: object) -> None:
+        self._has_any = bool(blends)
+
+    def blend(self, on_their_way: object) -> None: ...
+
+    def invalid_blocks(self) -> set[int]:
+        return {2} if self._has_any else set()
+
+    def take_keys(self) -> tuple[list[object], list[object]]:
+        return [], []
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["vLLM asks for blocks", "vLLM does not ask"])
+def test_nothing_that_was_computed_beside_a_blend_that_failed_is_stored(asks: bool) -> None:
+    """Its exact prefix may be the one of another request, whose KV then rests on what never came."""
+    rank = RankOfModel(0, 1, 16, 8, {})
+    blending: Any = FailingBlends()
+    rank.worker._blending = blending
+    order = BlendOrder(np.arange(8), (), np.arange(8), 0, 4, ())
+    for step, acknowledged, blends in ((1, 0, [order]), (2, 0, []), (3, 1, [])):
+        rank.worker.begin(StepOrders(step, acknowledged, [], [move([])], blends=blends))
+        rank.worker.start_load()
+        for layer in range(LAYERS):
+            rank.worker.wait_for_layer(f"layers.{layer}")
+            rank.worker.save_layer(f"layers.{layer}")
+        if asks:
+            assert rank.worker.invalid_blocks() == ({2} if blends else set())
+        rank.worker.end()
+        report = rank.worker.report()
+        assert report is not None
+        # The second step was ordered before the scheduler heard of it.
+        assert (report.step, report.stored, bool(report.kept)) == (step, step == 3, step == 3)
     rank.worker.close()
 
 

@@ -42,11 +42,15 @@ class StepCosts:
                 *(1e3 * choice.seconds, 1e3 * choice.all_s, 1e3 * choice.none_s),
             )
 
-    def begin(self, step: int, output: Any) -> bool:
-        """Whether the workers are to report the end of this step, to measure how long it took."""
+    def begin(self, step: int, output: Any, measures: bool = True) -> bool:
+        """Whether the workers are to report the end of this step, to measure how long it took.
+
+        Args:
+            measures: False where it does more than to load and to compute its tokens.
+        """
         loading, self._num_loading = self._num_loading, 0
         from_host, self._loads_from_host = self._loads_from_host, True
-        if self._costs is None:
+        if self._costs is None or not measures:
             return False
         tokens, position = tokens_and_position(output)
         return self._costs.begin_step(step, tokens, position, loading, from_host)
