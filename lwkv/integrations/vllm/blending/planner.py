@@ -67,6 +67,7 @@ class BlendPlanner:
         self._is_kept, self._namespace, self._clock = is_kept, namespace, clock
         self._chunking = Chunking(sizes.chunk_size, partial=True)
         self._prompts: dict[str, Prompt] = {}
+        self._looked_at: dict[str, Any] = {}
         self._settled = SettledBlocks(sizes.block_size)
         self._is_taken = False
         self._rows_encoded = 0
@@ -78,10 +79,10 @@ class BlendPlanner:
     def follow(self, request: Any, salts: tuple[str, ...]) -> None:
         """Learn of a request, with or without segments, before anything else is asked of it."""
         self._settled.follow(request)
-        known = self._prompts.get(request.request_id)
         namespace = self._namespace()
-        if (known is not None and known.request is request) or namespace is None:
+        if namespace is None or self._looked_at.get(request.request_id) is request:
             return
+        self._looked_at[request.request_id] = request
         segments = [part for part in self._find.of(request) if part.start > 0 or not self._prefix]
         if segments:
             ids = np.array(request.prompt_token_ids, np.int64)
@@ -93,6 +94,7 @@ class BlendPlanner:
     def end(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._prompts.pop(request_id, None)
+        self._looked_at.pop(request_id, None)
         self._settled.end(request_id)
 
     def reset(self) -> None:
@@ -118,6 +120,7 @@ class BlendPlanner:
 
         From here on vLLM's prefix cache finds nothing of it for others that is behind `num_exact`.
         """
+        self._settled.wait(request.request_id)
         prompt = self._of(request)
         if prompt is None:
             return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from lwkv.blend.request import Segment, check_segments
@@ -14,6 +15,10 @@ log = logging.getLogger(__name__)
 
 PARAMETER = "lwkv_segments"
 """In a request's `kv_transfer_params`: pairs (start, end) of token positions; none for no blending."""
+
+
+MOST_SEGMENTS = 512
+"""Segments of a prompt that is blended. Hashing one, and looking for it, takes the scheduler 0.1 ms."""
 
 
 class PromptSegments:
@@ -31,17 +36,26 @@ class PromptSegments:
         """The segments of vLLM's request, ascending and apart from each other."""
         if not _can_be_blended(request):
             return ()
-        given = (request.kv_transfer_params or {}).get(PARAMETER)
+        parameters = request.kv_transfer_params or {}
+        if not isinstance(parameters, Mapping):
+            return self._refuse("kv_transfer_params", request, f"got {parameters!r:.200}; give an object")
+        given = parameters.get(PARAMETER)
         if given is None:
             found = self._separator.segments(request.prompt_token_ids) if self._separator else ()
-            return tuple(found)
+            return self._if_few(tuple(found), "the prompt", request)
         try:
-            return check_segments(given, request.num_prompt_tokens)
+            return self._if_few(check_segments(given, request.num_prompt_tokens), PARAMETER, request)
         except RequestError as error:
-            self._throttle.warn(
-                "%s of request %s: %s; it is not blended", PARAMETER, request.request_id, error
-            )
-            return ()
+            return self._refuse(PARAMETER, request, error)
+
+    def _if_few(self, found: tuple[Segment, ...], what: str, request: Any) -> tuple[Segment, ...]:
+        if len(found) <= MOST_SEGMENTS:
+            return found
+        return self._refuse(what, request, f"{len(found)} segments; allowed: {MOST_SEGMENTS}")
+
+    def _refuse(self, what: str, request: Any, why: object) -> tuple[Segment, ...]:
+        self._throttle.warn("%s of request %s: %s; it is not blended", what, request.request_id, why)
+        return ()
 
 
 def _can_be_blended(request: Any) -> bool:

@@ -58,6 +58,11 @@ class SettledBlocks:
         else:
             self._prefilling.discard(request_id)
 
+    def wait(self, request_id: str) -> None:
+        """Learn that a request waits to be scheduled: it has no blocks, and computes nothing."""
+        self._in_place.pop(request_id, None)
+        self._prefilling.discard(request_id)
+
     def forget(self) -> None:
         """Take nothing of any running request for computed until it is noted again."""
         self._in_place = dict.fromkeys(self._in_place, 0)

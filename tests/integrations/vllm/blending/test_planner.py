@@ -173,6 +173,36 @@ def test_a_prompt_waits_for_tokens_that_another_one_computes_just_now() -> None:
     assert bench.planner.claim(two, 8, 8) == 32
 
 
+def test_prompts_that_were_preempted_do_not_wait_for_each_other() -> None:
+    """Neither computes anything; vLLM has what both begin with from a third one."""
+    bench = Bench()
+    one, two = (bench.follow(FakeRequest(name)) for name in ("one", "two"))
+    bench.cache(one, SEGMENTS[1])
+    for request in (one, two):
+        assert not bench.planner.allocated(request, 0)
+    bench.step(one=4, two=4)
+    for request in (one, two):
+        bench.planner.claim(request, 8, 8)
+    assert bench.planner.claim(one, 8, 8) == 32
+    assert bench.planner.allocated(one, 32)
+    bench.step(one=60)
+    assert bench.planner.claim(two, 8, 8) == 32
+
+
+def test_a_prompt_is_looked_at_once_whether_it_has_segments_or_not() -> None:
+    """It may wait for thousands of steps, in each of which vLLM asks."""
+    bench, looked_at = Bench(), []
+    of = bench.planner._find.of
+    bench.planner._find.of = lambda request: (looked_at.append(request), of(request))[1]  # type: ignore
+    for segments in ((), SEGMENTS):
+        one = FakeRequest(segments=segments)
+        for _ in range(3):
+            bench.follow(one)
+            bench.planner.claim(one, 0, 0)
+        assert looked_at.pop() is one
+        assert not looked_at
+
+
 def test_vllm_finds_nothing_that_was_blended_and_lwkv_stores_nothing_of_it() -> None:
     bench = Bench()
     one, other = bench.follow(FakeRequest()), FakeRequest()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lwkv.blend.segments import Separator
-from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
+from lwkv.integrations.vllm.blending.prompt_segments import MOST_SEGMENTS, PromptSegments
 
 
 def encode(text: str) -> list[int]:
@@ -48,6 +48,28 @@ def test_a_wrong_list_is_logged_and_nothing_is_blended(wrong: Any, caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert finds.of(request("head", kv_transfer_params={"lwkv_segments": wrong})) == ()
     assert "lwkv_segments of request one" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["text", ["lwkv_segments"], 5, 0.5])
+def test_parameters_that_are_no_object_are_logged(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What a client gives in `vllm_xargs` comes as it is."""
+    with caplog.at_level(logging.WARNING):
+        assert PromptSegments(None).of(request("head", kv_transfer_params=wrong)) == ()
+    assert "kv_transfer_params of request one" in caplog.text
+
+
+def test_a_prompt_of_too_many_segments_is_not_blended(caplog: pytest.LogCaptureFixture) -> None:
+    """Each is looked for in every step while its prompt waits, by the thread that all requests wait for."""
+    text = "a##" * (MOST_SEGMENTS + 1)
+    parts = [[3 * n, 3 * n + 1] for n in range(MOST_SEGMENTS + 1)]
+    for given in (None, {"lwkv_segments": parts}):
+        finds = PromptSegments(Separator(encode, "##"))
+        with caplog.at_level(logging.WARNING):
+            assert finds.of(request(text + "b", kv_transfer_params=given)) == ()
+        assert f"{MOST_SEGMENTS + 1} segments" in caplog.text
+        caplog.clear()
+    given = {"lwkv_segments": parts[1:]}
+    assert len(FINDS.of(request(text, kv_transfer_params=given))) == MOST_SEGMENTS
 
 
 @pytest.mark.parametrize(
