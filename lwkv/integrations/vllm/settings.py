@@ -55,6 +55,9 @@ class Settings(Config):
         if self.enable_blending and self.host_memory:
             advice = "blending was not tried with memory that engines share; leave one of them out"
             yield ("enable_blending", "host_memory"), advice
+        if self.enable_blending and not self.local_cpu:
+            advice = "documents are only found in host memory; set local_cpu to true"
+            yield ("enable_blending", "local_cpu"), advice
         if self.save_unfull_chunk and self.save_decode_cache:
             advice = "an unfilled chunk would be stored again with every token; set one of them to false"
             yield ("save_unfull_chunk", "save_decode_cache"), advice
@@ -70,7 +73,8 @@ def read_settings(extra: Mapping[str, object]) -> Settings:
 
 
 def check_role(kv_role: str | None, config: Config) -> None:
-    """Refuse a role that needs a tier which other processes reach, where there is none.
+    """Refuse a role that needs a tier which other processes reach, where there is none, and one that either
+    loads or stores where both are needed.
 
     Raises:
         ConfigError: with what to do.
@@ -84,6 +88,11 @@ def check_role(kv_role: str | None, config: Config) -> None:
             f"kv_role: got {kv_role!r}, and only host memory, which belongs to one process: "
             f"{reasons[kv_role]}; set local_disk or remote_url to a tier that the other processes reach, "
             "or kv_role to 'kv_both'"
+        )
+    if kv_role in reasons and config.enable_blending:
+        raise ConfigError(
+            f"kv_role: got {kv_role!r}, and enable_blending loads only what the same vLLM has stored; set "
+            "kv_role to 'kv_both', or enable_blending to false"
         )
 
 

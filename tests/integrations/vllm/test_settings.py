@@ -47,6 +47,10 @@ def test_settings_of_vllm_may_come_from_file_and_environment(
         ({"prefetch_waiting": "perhaps"}, "prefetch_waiting"),
         ({"chunksize": 64}, "chunk_size"),
         ({"enable_blending": True, "use_layerwise": False}, "enable_blending"),
+        (
+            {"enable_blending": True, "local_cpu": False, "local_disk": "/x"},
+            "found in host memory",
+        ),
         ({"blend_shared_prefix": 5}, "text, or a list of token ids"),
         ({"save_unfull_chunk": True, "save_decode_cache": True}, "save_unfull_chunk"),
     ],
@@ -68,6 +72,14 @@ def test_a_role_that_shares_nothing_is_refused_with_what_to_do(
         assert part in str(error.value)
     check_role(role, read_settings({"local_disk": str(tmp_path), "max_local_disk_size": 1}))
     check_role(role, read_settings({"remote_url": "valkey://localhost:1"}))
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_blending_needs_what_stores_and_loads(role: str) -> None:
+    extra = {"remote_url": "valkey://localhost:1", "enable_blending": True}
+    with pytest.raises(ConfigError, match=f"{role}.*enable_blending.*kv_both"):
+        check_role(role, read_settings(extra))
+    check_role("kv_both", read_settings(extra))
 
 
 @pytest.mark.parametrize("role", ["kv_both", None])

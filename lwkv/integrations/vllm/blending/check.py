@@ -49,6 +49,12 @@ class StartCheck:
     @torch.inference_mode()
     def run(self) -> None:
         """Try it."""
+        try:
+            self._try()
+        except (TypeError, AttributeError, RuntimeError) as error:
+            self._refuse(f"its layers cannot be called one by one: {type(error).__name__}: {error}", error)
+
+    def _try(self) -> None:
         whole = np.arange(len(self._tokens))
         own = self._forward(whole)
         written = self._rows(whole)
@@ -121,10 +127,10 @@ class StartCheck:
         at = self._at(positions)
         return [self._cache.read(layer, at) for layer in range(self._layers.num_layers)]
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, cause: Exception | None = None) -> NoReturn:
         raise ConfigError(
             f"enable_blending: {self._name} cannot be blended: {what}; set enable_blending to false"
-        )
+        ) from cause
 
 
 def _near(found: Tensor, wanted: Tensor) -> bool:

@@ -17,17 +17,23 @@ _loaded: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def watch() -> None:
-    """Note every model that is loaded from now on; once, however often it is called."""
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    """Note every model that is loaded from now on; once, however often it is called.
 
-    load_model = BaseModelLoader.load_model
-    if hasattr(load_model, "notes_models"):
+    It runs in every vLLM where lwkv is installed: one that loads models in another way is left alone.
+    """
+    try:
+        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    except ImportError:
+        return
+    load_model = getattr(BaseModelLoader, "load_model", None)
+    if load_model is None or hasattr(load_model, "notes_models"):
         return
 
     @wraps(load_model)
-    def noted(self: Any, vllm_config: Any, *arguments: Any, **more: Any) -> Any:
-        model = load_model(self, vllm_config, *arguments, **more)
-        if vllm_config.kv_transfer_config is not None:
+    def noted(self: Any, *arguments: Any, **more: Any) -> Any:
+        model = load_model(self, *arguments, **more)
+        vllm_config: Any = more.get("vllm_config", next(iter(arguments), None))
+        if getattr(vllm_config, "kv_transfer_config", None) is not None:
             _loaded[model] = vllm_config.compilation_config
         return model
 

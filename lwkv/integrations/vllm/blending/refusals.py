@@ -63,6 +63,11 @@ def _of_features(vllm_config: Any) -> Iterator[str]:
         yield "a draft model or speculative decoding is on"
     if getattr(vllm_config, "lora_config", None) is not None:
         yield "LoRA is on"
+    offload = getattr(vllm_config, "offload_config", None)
+    prefetch = getattr(offload, "prefetch", None)
+    if getattr(offload, "offload_backend", "") == "prefetch" or getattr(prefetch, "offload_group_size", 0):
+        # A layer's weights give way to another's when it has been called once.
+        yield "weights are fetched layer by layer (offload_group_size)"
     if getattr(model, "runner_type", "generate") != "generate":
         yield f"the model is for {model.runner_type}, not for text that is generated"
     if getattr(model, "is_multimodal_model", False):

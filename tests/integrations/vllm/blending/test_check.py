@@ -139,6 +139,22 @@ def test_a_layer_that_does_not_turn_its_keys_is_refused(rig: Rig) -> None:
         rig.run()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [TypeError("forward() takes 3 arguments"), AttributeError("no cos_sin"), RuntimeError("shapes differ")],
+    ids=lambda error: type(error).__name__,
+)
+def test_layers_that_cannot_be_called_in_this_way_are_refused_by_name(rig: Rig, error: Exception) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    rig.layers.run = fail  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=f"Model cannot be blended: .*{type(error).__name__}: ") as refused:
+        rig.run()
+    assert str(error) in str(refused.value)
+    assert refused.value.__cause__ is error
+
+
 def test_a_forward_pass_that_returns_something_else_is_refused(rig: Rig) -> None:
     rig.model.returns = lambda hidden: (hidden, [])
     with pytest.raises(ConfigError, match="returns tuple"):

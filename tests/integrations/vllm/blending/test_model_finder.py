@@ -67,3 +67,24 @@ def test_models_without_a_connector_are_not_noted_and_others_not_kept(loader: An
     del model
     gc.collect()
     assert loaded_model(one) is None
+
+
+def test_a_vllm_without_such_a_loader_starts_and_has_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has lwkv installed and does not blend must not notice."""
+    names = LOADER.split(".")
+    for end in range(1, len(names)):
+        monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
+    for lacks in (None, ModuleType("no_class"), SimpleNamespace(BaseModelLoader=object)):
+        monkeypatch.setitem(sys.modules, LOADER, lacks)  # type: ignore[arg-type]
+        watch()
+        assert loaded_model(config()) is None
+
+
+def test_loaders_that_are_called_in_another_way_load_all_the_same(loader: Any) -> None:
+    class Other(Loader):
+        def load_model(self, config: Any) -> nn.Module:  # type: ignore[override]
+            return nn.Linear(1, 1)
+
+    sys.modules[LOADER].BaseModelLoader = Other  # type: ignore[attr-defined]
+    watch()
+    assert isinstance(Other().load_model(config=config()), nn.Linear)

@@ -24,6 +24,10 @@ class SlidingWindowSpec(FullAttentionSpec):
     """As vLLM's, by its name."""
 
 
+PREFETCHED = SimpleNamespace(offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=4))
+UNIFIED = SimpleNamespace(offload_backend="uva", prefetch=SimpleNamespace(offload_group_size=0))
+
+
 def engine(spec: Any = None, **changed: Any) -> tuple[Any, Any]:
     """vLLM's configuration, and that of its caches."""
     parts: dict[str, dict[str, Any]] = {
@@ -48,6 +52,7 @@ def test_a_plain_engine_is_taken() -> None:
     for version in ("0.22.1", "0.32.0"):
         refuse(*engine(), version)
     refuse(*engine(cache__cache_dtype="float32"), "0.32.0")
+    refuse(*engine(offload_config=UNIFIED), "0.32.0")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,7 @@ def test_a_plain_engine_is_taken() -> None:
         ({"model__runner_type": "pooling"}, "pooling"),
         ({"model__is_multimodal_model": True}, "images"),
         ({"model__uses_mrope": True}, "several dimensions"),
+        ({"offload_config": PREFETCHED}, "fetched layer by layer"),
         ({"spec": MLAAttentionSpec(num_kv_heads=1)}, "MLAAttentionSpec"),
         ({"spec": SlidingWindowSpec(num_kv_heads=1, sliding_window=8)}, "SlidingWindowSpec"),
         ({"spec": FullAttentionSpec(num_kv_heads=1, dtype=torch.uint8)}, "keeps torch.uint8"),
