@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -268,10 +269,11 @@ def _make_worker(
     )
     block_size = only_group(kv_cache_config).kv_cache_spec.block_size
     fails = settings.on_load_failure == "fail"
-    blending = (
-        make_blend_worker(engine, settings, vllm_config, kv_cache_config)
-        if settings.enable_blending
-        else None
-    )
+    blending = None
+    if settings.enable_blending:
+        with ExitStack() as undo:
+            undo.callback(engine.close)  # for a model that is refused
+            blending = make_blend_worker(engine, settings, vllm_config, kv_cache_config)
+            undo.pop_all()
     drafts = draft_layers(vllm_config, caches)
     return WorkerSide(engine, rank.number, block_size, drafts, fails, blending=blending)

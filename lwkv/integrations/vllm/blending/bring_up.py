@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from lwkv.blend.paged_rows import PagedRows
@@ -26,6 +27,8 @@ from lwkv.reference.rope import inverse_frequencies
 
 if TYPE_CHECKING:
     from lwkv.integrations.vllm.blending.layers import ModelLayers
+
+log = logging.getLogger(__name__)
 
 FARTHEST = 4096
 """Up to this position it is tried whether keys can be moved."""
@@ -74,6 +77,11 @@ def make_blend_worker(
     segments.connector.set_rope(rope)
     far = min(int(vllm_config.model_config.max_model_len) - 1, FARTHEST)
     StartCheck(model, layers, PagedRows(segments.connector), block_size, rope, far).run()
+    log.info(
+        "prompts are blended: the layers of %s were tried; shares %s are chosen at layers %s, and segments "
+        "are computed behind %d tokens",
+        *(type(model).__name__, shares, check_layers, len(segments.shared_prefix)),
+    )
     return BlendWorker(segments, layers, selector, block_size, engine.parts().counters)
 
 
