@@ -57,6 +57,30 @@ def test_importing_touches_no_device_reads_no_environment_and_starts_no_thread(
     assert done.returncode == 0, done.stderr
 
 
+WITHOUT_LINUX = """
+import fcntl, os, select, socket, torch
+for module, words in ((fcntl, ("SEAL",)), (os, ("memfd", "MFD_", "eventfd", "EFD_", "pidfd")),
+                      (select, ("epoll", "EPOLL", "POLLRDHUP")), (socket, ("SO_PEERCRED",))):
+    for name in [name for name in dir(module) if any(word in name for word in words)]:
+        delattr(module, name)
+import lwkv.engine, lwkv.cli.main
+from lwkv.shared_host.client.connecting import connect
+from lwkv.shared_host.greeting import Hello
+from lwkv.shared_host.owner.address import Address
+for call in (lambda: Address("/nowhere"), lambda: connect("/nowhere", Hello(4096), 1.0, print)):
+    try:
+        call()
+    except lwkv.errors.ConfigError as error:
+        print(error)
+"""
+
+
+def test_the_library_can_be_imported_where_the_memory_of_a_node_cannot_be_had(tmp_path: Path) -> None:
+    done = run_python(WITHOUT_LINUX, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("lacks os.memfd_create, os.eventfd, os.pidfd_open; leave host_memory out") == 2
+
+
 def test_the_watch_of_the_environment_works(tmp_path: Path) -> None:
     done = run_python(WATCH % ([], "os.environ.get('LWKV_PLATFORM')"), tmp_path)
     assert "read from the environment: ['LWKV_PLATFORM']" in done.stderr

@@ -53,7 +53,7 @@ def read(kind: type[T], part: bytes) -> T:
         values = json.loads(part)
         known = {field.name: values[field.name] for field in fields(kind) if field.name in values}
         return kind(**known)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:  # the last of what is nested too deep
         raise ProtocolError(f"got {part[:80]!r} as a {kind.__name__}") from error
 
 

@@ -17,9 +17,10 @@ from lwkv.errors import ConfigError
 
 HUGE_BYTES = 2 << 20
 FILL_BYTES = 256 << 20
-# Of linux/mman.h and linux/memfd.h.
+# Of linux/mman.h and linux/fcntl.h. Python has the latter only where it was built with them.
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEALS = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 
 
 def make_slab(num_bytes: int, huge_pages: bool = False) -> int:
@@ -35,7 +36,7 @@ def make_slab(num_bytes: int, huge_pages: bool = False) -> int:
     try:
         slab = os.memfd_create("lwkv-host", flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0))
         os.ftruncate(slab, num_bytes)
-        fcntl.fcntl(slab, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(slab, _ADD_SEALS, _SEALS)
     except OSError as error:
         what = " of huge pages" if huge_pages else ""
         raise ConfigError(f"cannot make {num_bytes} bytes{what} of shared memory: {error}") from error
@@ -45,7 +46,7 @@ def make_slab(num_bytes: int, huge_pages: bool = False) -> int:
 def is_sealed(slab: int) -> bool:
     """Whether memory can neither shrink nor grow: to read behind its end would end the process."""
     with suppress(OSError):
-        return fcntl.fcntl(slab, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(slab, _GET_SEALS) & _SEALS == _SEALS
     return False
 
 

@@ -45,18 +45,18 @@ def connect(
     with ExitStack() as undo:
         line = socket.socket(socket.AF_UNIX)
         undo.callback(line.close)
+        descriptors: list[int] = []
+        undo.callback(_close, descriptors)
         line.settimeout(hello_s)
         try:
             line.connect(path)
             _require_own(line, path)
             line.sendall(pack(Op.HELLO, 1, [write(hello)]))
-            answer, descriptors = _receive(line, time.monotonic() + hello_s)
+            answer = _receive(line, descriptors, time.monotonic() + hello_s)
         except (OSError, EOFError) as error:
             raise NoOwnerError(f"no owner of host memory answers at {path}: {error}") from error
         except ProtocolError as error:
             raise ConfigError(f"host_memory: what listens at {path} is no owner: {error}") from error
-        for descriptor in descriptors:
-            undo.callback(os.close, descriptor)
         welcome = _require_welcome(answer, path)
         memory = _map(descriptors, welcome, path) if welcome.num_bytes else torch.empty(0, dtype=torch.uint8)
         # The socket is the connection's now.
@@ -93,9 +93,17 @@ def _require_own(line: socket.socket, path: str) -> None:
         )
 
 
-def _receive(line: socket.socket, deadline: float) -> tuple[Message, list[int]]:
-    """The first message, and the descriptors that come with it. Raises OSError, EOFError, ProtocolError."""
-    frames, descriptors = Frames(), list[int]()
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _receive(line: socket.socket, descriptors: list[int], deadline: float) -> Message:
+    """The first message; those that come with it are added to `descriptors`.
+
+    Raises OSError, EOFError, ProtocolError.
+    """
+    frames = Frames()
     while True:
         line.settimeout(max(0.001, deadline - time.monotonic()))
         data, more, _, _ = socket.recv_fds(line, 1 << 16, _MOST_DESCRIPTORS)
@@ -103,7 +111,7 @@ def _receive(line: socket.socket, deadline: float) -> tuple[Message, list[int]]:
         if not data:
             raise EOFError("the connection was closed")
         for message in frames.feed(data):
-            return message, descriptors
+            return message
 
 
 def _require_welcome(answer: Message, path: str) -> Welcome:

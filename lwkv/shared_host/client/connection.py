@@ -14,6 +14,8 @@ from contextlib import suppress
 from lwkv.shared_host.protocol import Frames, Message, Op, ProtocolError, pack
 
 READ_BYTES = 1 << 20
+MOST_REQUESTS = 2**32 - 1
+"""After so many their numbers begin again."""
 Late = Callable[[Message], object]
 
 
@@ -77,12 +79,14 @@ class Connection:
 
     def tell(self, op: Op, *parts: bytes) -> None:
         """Send a note, soon and in order; never waits."""
-        if not self.is_lost and self._process == os.getpid():
+        if not self.is_lost and not self._is_forked():
             self._outbox.append(pack(op, 0, parts))
             self._wake()
 
     def tend(self) -> None:
         """Send notes, and take what was late."""
+        if self._is_forked():
+            return
         with self._lock, self._losing():
             if self.is_lost:
                 return
@@ -92,20 +96,29 @@ class Connection:
                     self._take_late(message)
 
     def close(self) -> None:
-        """End the connection; requests find it lost."""
+        """End the connection; requests find it lost. In a child process the parent's goes on."""
+        if self._is_forked():
+            self.is_lost = True
+            return
         with self._lock:
             self._lose()
 
     def release(self) -> None:
         """Close the socket of a connection that is lost, once nobody polls it."""
+        if self._is_forked():  # the lock may be held for ever
+            self._socket.close()
+            return
         with self._lock:
             self._socket.close()
 
     def _may_ask(self) -> bool:
-        return not self.is_lost and self._late is None and self._process == os.getpid()
+        return not self.is_lost and self._late is None and not self._is_forked()
+
+    def _is_forked(self) -> bool:
+        return self._process != os.getpid()
 
     def _ask(self, op: Op, parts: Sequence[bytes], late: Late, deadline: float) -> Message | None:
-        self._number += 1
+        self._number = self._number % MOST_REQUESTS + 1
         number, reply = self._number, None
         self._outbox.append(pack(op, number, parts))
         with self._losing():

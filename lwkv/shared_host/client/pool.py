@@ -113,7 +113,8 @@ class NodePool(HostPool):
     @property
     def pages_in_use(self) -> int:
         """Of all the node's, as the owner said last."""
-        return self.session.state.pages_in_use if self.session is not None else 0
+        session = self.session  # which may be gone at any time
+        return 0 if session is None else session.state.pages_in_use
 
     @property
     def available(self) -> int:
@@ -161,7 +162,7 @@ class NodePool(HostPool):
         """Take over what was pinned: each chunk's pages, with a reference to each; None for one that is not
         there. None for all where their owner is gone."""
         with self._lock:
-            if session is not self.session:
+            if not self._may_take(session, pinned.pages):
                 return None
             pages = pinned.pages + self._first
             ends = np.cumsum(pinned.lengths).tolist()
@@ -200,12 +201,18 @@ class NodePool(HostPool):
 
     def _take_over(self, session: Session, pages: Int64s) -> Int64s | None:
         with self._lock:
-            if session is not self.session:
+            if not self._may_take(session, pages):
                 return None
             pages = pages + self._first
             self._counts.add(pages)
             self._held[pages] += 1
             return pages
+
+    def _may_take(self, session: Session, numbers: Int64s) -> bool:
+        """Whether pages that an owner gave can be had; it may be gone by now, or the pool closed."""
+        if session is self.session and self._closed and self.slabs.memory:
+            session.free(*np.unique(numbers, return_counts=True))
+        return session is self.session and not self._closed
 
     def _adopt_spills(self, pinned: Pinned) -> None:
         """Have what is beside pages: it has no hold of its own, and stays as long as they do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from lwkv.shared_host.owner.evictions import Evictions
 from lwkv.shared_host.owner.holds import Holds
 from lwkv.shared_host.owner.pages import NodePages
 from lwkv.shared_host.protocol import (
+    MOST_BYTES,
     NO_KEY,
     Message,
     Op,
@@ -24,6 +25,9 @@ from lwkv.shared_host.protocol import (
     read_spills,
 )
 from lwkv.storage.host_tier import Chunk, HostTier
+
+MOST_PINNED = MOST_BYTES // 16
+"""Pages that one reply names: they take half of a message."""
 
 
 class Client:
@@ -114,6 +118,9 @@ class NodeIndex:
         """Have a client hold chunks that are pinned meanwhile, as far as they are below page `end`."""
         chunks = self._below(end, pinned)
         found = [chunk for chunk in chunks if chunk is not None]
+        if (count := sum(len(chunk.pages) for chunk in found)) > MOST_PINNED:
+            self.tier.unpin([chunk for chunk in pinned if chunk is not None])
+            raise ProtocolError(f"PIN of {count} pages; allowed: {MOST_PINNED} at a time")
         pages = _joined([chunk.pages for chunk in found])
         # A key that is named twice is found twice.
         is_once = len(set(map(id, found))) == len(found)
@@ -143,10 +150,14 @@ class NodeIndex:
         return int(end)
 
     def _below(self, end: int, chunks: Sequence[Chunk | None]) -> list[Chunk | None]:
-        """Those whose pages are all below page `end`, the others None."""
+        """Those whose pages, and what is beside them, are all below page `end`; the others None."""
         if end >= self.pages.num_pages:
             return list(chunks)
-        return [chunk if chunk is not None and int(chunk.pages.max()) < end else None for chunk in chunks]
+        return [chunk if chunk is not None and self._last_page(chunk) < end else None for chunk in chunks]
+
+    def _last_page(self, chunk: Chunk) -> int:
+        beside = self.pages.spills_of(chunk.pages).values()
+        return int(_joined([chunk.pages, *beside]).max())
 
     def _commit(
         self, client: Client, keys: bytes, parents: bytes, lengths: bytes, pages: bytes, spills: bytes
@@ -157,12 +168,25 @@ class NodeIndex:
         if not (are_sizes and len(names) == len(before) == len(sizes)):
             raise ProtocolError(f"COMMIT of {len(names)} chunks with {len(numbers)} pages")
         client.holds.require(_joined([numbers, *beside.values()]))
+        self._require_new(numbers, beside)
         self.pages.share(numbers)
         self.pages.add_spills(beside)
         ends = np.cumsum(sizes).tolist()
         starts = [0, *ends[:-1]]
         chunks = [Chunk(numbers[start:end]) for start, end in zip(starts, ends, strict=True)]
         self.tier.insert(names, chunks, before)
+
+    def _require_new(self, pages: Int64s, beside: Mapping[int, Int64s]) -> None:
+        """Raise ProtocolError unless nothing has these pages but one hold of the client that commits them.
+
+        Two chunks with the same page could never be evicted.
+        """
+        if self.pages.shared(_joined([pages, *beside.values()])).any():
+            raise ProtocolError("COMMIT of pages that are of a chunk already, or held by others")
+        if not set(beside) <= set(pages.tolist()) or self.pages.spills_of(pages):
+            raise ProtocolError(
+                "COMMIT with pages beside others that are not committed, or have others beside them"
+            )
 
 
 def _joined(pages: Sequence[Int64s]) -> Int64s:

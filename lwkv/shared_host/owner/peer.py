@@ -71,6 +71,7 @@ class Peer:
         """Close the connection; the process is watched on."""
         self.is_connected = False
         self._waiting.clear()
+        self._frames = Frames()
         self.socket.close()
 
     def leave(self) -> None:

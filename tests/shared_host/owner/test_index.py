@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage.rig import keys
 
+from lwkv.shared_host.owner import index as owner_index
 from lwkv.shared_host.owner.index import Client, NodeIndex
 from lwkv.shared_host.protocol import (
     Message,
@@ -18,7 +19,9 @@ from lwkv.shared_host.protocol import (
     pack_keys,
     pack_numbers,
     pack_parents,
+    pack_spills,
     read_numbers,
+    read_spills,
 )
 
 PAGES = 12
@@ -35,9 +38,20 @@ def reserve(index: NodeIndex, client: Client, count: int) -> list[int]:
 
 
 def commit(index: NodeIndex, client: Client, pages: list[int], lengths: list[int], *numbers: int) -> None:
-    names = keys(*numbers)
+    commit_with(index, client, pages, lengths, {}, *numbers)
+
+
+def commit_with(
+    index: NodeIndex,
+    client: Client,
+    pages: list[int],
+    lengths: list[int],
+    spills: dict[int, list[int]],
+    *numbers: int,
+) -> None:
+    names, beside = keys(*numbers), {page: np.array(spill) for page, spill in spills.items()}
     parts = [pack_keys(names), pack_parents([None, *names[:-1]]), pack_numbers(lengths), pack_numbers(pages)]
-    index.handle(client, Message(Op.COMMIT, 0, [*parts, b""]))
+    index.handle(client, Message(Op.COMMIT, 0, [*parts, pack_spills(beside)]))
 
 
 @settings(deadline=None, max_examples=300)
@@ -90,3 +104,94 @@ def test_a_client_hears_of_each_eviction_once() -> None:
     assert len(reserve(index, other, 10)) == 10
     assert client.news() == other.news() == pack_keys(keys(2))
     assert client.news() == b""
+
+
+def free(index: NodeIndex, client: Client, pages: list[int]) -> None:
+    index.handle(client, Message(Op.FREE, 0, [pack_numbers(pages), pack_numbers([1] * len(pages))]))
+
+
+def require_all_in_chunks(index: NodeIndex) -> None:
+    """Fail unless every page in use is a chunk's, or beside one of its pages, and has that one reference."""
+    in_chunks = [chunk.pages for chunk in index.tier._chunks.values()]
+    beside = [spill for pages in in_chunks for spill in index.pages.spills_of(pages).values()]
+    total = sum(map(len, [*in_chunks, *beside]))
+    assert index.pages.references == PAGES - index.pages.num_free == total
+
+
+def test_pages_of_a_chunk_are_not_made_another_chunk_s_too() -> None:
+    index = NodeIndex(PAGES, 5)
+    client, other = index.client(), index.client()
+    commit(index, other, reserve(index, other, 2), [2], 1)
+    other.holds.end_all()
+    answer = index.handle(client, Message(Op.PIN, 1, [ALL, pack_keys(keys(1))]))
+    assert answer is not None
+    with pytest.raises(ProtocolError, match="of a chunk already, or held by others"):
+        commit(index, client, read_numbers(answer[1]).tolist(), [2], 7)
+    client.holds.end_all()
+    require_all_in_chunks(index)
+    # Else neither of the two could ever be evicted.
+    assert len(reserve(index, other, PAGES)) == PAGES
+
+
+@pytest.mark.parametrize(
+    "spills",
+    [{9: [2]}, {-1: [2]}, {0: [1]}, {0: [0]}, {0: [2, 2]}, {0: [3]}, {3: [2]}],
+    ids=["not a page", "below 0", "a page of the chunk", "itself", "twice", "beside another", "another's"],
+)
+def test_a_commit_with_pages_beside_others_that_cannot_be_is_refused_and_changes_nothing(
+    spills: dict[int, list[int]],
+) -> None:
+    index = NodeIndex(PAGES, 5)
+    client, other = index.client(), index.client()
+    assert reserve(index, client, 3) == [0, 1, 2]
+    commit_with(index, other, [reserve(index, other, 1)[0]], [1], {3: reserve(index, other, 1)}, 9)
+    with pytest.raises(ProtocolError):
+        commit_with(index, client, [0, 1], [2], spills, 1)
+    client.holds.end_all()
+    other.holds.end_all()
+    require_all_in_chunks(index)
+    assert index.pages.num_free == PAGES - 2
+
+
+def test_a_page_is_beside_one_other_only_and_none_is_lost() -> None:
+    index = NodeIndex(PAGES, 5)
+    client = index.client()
+    pages = reserve(index, client, 5)
+    commit_with(index, client, [0], [1], {0: [1]}, 1)
+    with pytest.raises(ProtocolError):
+        commit_with(index, client, [2], [1], {2: [1]}, 2)
+    commit_with(index, client, [2], [1], {2: [3]}, 1)  # the chunk is there: this page is none of its own
+    with pytest.raises(ProtocolError, match="have others beside them"):
+        commit_with(index, client, [2], [1], {2: [4]}, 2)
+    free(index, client, pages)
+    require_all_in_chunks(index)
+    assert index.pages.num_free == PAGES - 2
+    assert index.tier.evict(1)
+    assert index.pages.num_free == PAGES
+
+
+def test_a_chunk_is_found_where_the_pages_beside_it_can_be_used_too() -> None:
+    index = NodeIndex(PAGES, 5)
+    client, other = index.client(), index.client()
+    reserve(index, client, 8)
+    commit_with(index, client, [0, 1], [2], {1: [7]}, 1)
+    for end, there in ((7, 0), (8, 1)):
+        limit = pack_numbers([end])
+        assert index.handle(other, Message(Op.HAS, 1, [limit, pack_keys(keys(1))])) == [bytes([there])]
+        for op in (Op.PIN, Op.PIN_PREFIX):
+            answer = index.handle(other, Message(op, 1, [limit, pack_keys(keys(1))]))
+            assert answer is not None
+            assert read_numbers(answer[0]).tolist() == [2 * there]
+            assert list(read_spills(answer[2])) == [1] * there
+
+
+def test_a_reply_that_no_message_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_index, "MOST_PINNED", 7)
+    index = NodeIndex(PAGES, 5)
+    client = index.client()
+    commit(index, client, reserve(index, client, 2), [2], 1)
+    with pytest.raises(ProtocolError, match="PIN of 8 pages"):
+        index.handle(client, Message(Op.PIN, 1, [ALL, pack_keys(keys(1, 1, 1, 1))]))
+    client.holds.end_all()
+    require_all_in_chunks(index)
+    assert index.tier.pins == 0
