@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,16 +37,16 @@ def session(owner: OwnerThread, path: Path) -> Iterator[Session]:
     session.connection.release()
 
 
-def in_child(work: object) -> int:
+def in_child(work: Callable[[], object]) -> int:
     """The exit status of a forked child that calls `work`."""
     child = os.fork()
     if not child:
-        assert callable(work)
+        status = 1
         try:
             work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+            status = 0
+        finally:
+            os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

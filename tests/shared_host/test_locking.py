@@ -129,8 +129,76 @@ def test_nothing_of_a_new_owner_is_locked_before_the_engine_began_to(
     platform = LockingCPU()
     with owner_at(path, PAGES):
         pool, _ = opened(platform)
+        first = pool.session
     with owner_at(path, PAGES):
-        wait_for(lambda: pool.session is None or pool.session.connection.is_lost)
-        wait_for(lambda: pool.session is not None and not pool.session.connection.is_lost)
+        wait_for(lambda: pool.session is not None and pool.session is not first)
         assert platform.sizes == []
+        pool.close()
+
+
+class SlowToUnlock(LockingCPU):
+    """Unlocks nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_unlock = threading.Event()
+
+    def host_unregister(self, memory: torch.Tensor) -> None:
+        assert self.may_unlock.wait(LONG_S)
+        super().host_unregister(memory)
+
+
+def test_nobody_waits_while_the_memory_of_an_owner_that_is_gone_is_unlocked(
+    path: Path, opened: Callable[..., tuple[NodePool, NodeTier]]
+) -> None:
+    platform = SlowToUnlock()
+    with owner_at(path, PAGES):
+        pool, _ = opened(platform)
+        while pool.lock_slab():
+            pass
+        pages = pool.allocate(3)
+        assert pages is not None
+    wait_for(lambda: pool.session is None)
+    pool.release(pages)
+    assert pool.references == 0
+    assert pool.allocate(1) is None
+    assert len(platform.locked) == 6, "it is being unlocked meanwhile"
+    platform.may_unlock.set()
+    wait_for(lambda: platform.locked == {})
+    pool.close()
+
+
+class UnlocksNothing(LockingCPU):
+    def host_unregister(self, memory: torch.Tensor) -> None:
+        raise RuntimeError("the device fails")
+
+
+def test_memory_that_cannot_be_unlocked_is_logged_and_stays_mapped(
+    path: Path, opened: Callable[..., tuple[NodePool, NodeTier]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with owner_at(path, PAGES):
+        pool, _ = opened(UnlocksNothing())
+        while pool.lock_slab():
+            pass
+        pages = pool.allocate(3)
+        assert pages is not None
+        pool.close()
+        pool.release(pages)
+    assert caplog.text.count("stay page-locked: the device fails") == 6
+    assert sum(slab.nbytes for slab in pool._stuck) == PAGES * 4096
+
+
+def test_a_page_s_storage_is_its_slice_and_no_more_for_tiers_that_register_it(
+    path: Path, opened: Callable[..., tuple[NodePool, NodeTier]]
+) -> None:
+    with owner_at(path, PAGES):
+        pool, _ = opened(LockingCPU())
+        while pool.lock_slab():
+            pass
+        pages = pool.allocate(PAGES)
+        assert pages is not None
+        stored = [pool.page(number).untyped_storage() for number in pages.tolist()]
+        assert {storage.nbytes() for storage in stored} == {SPAN * 4096, PAGES % SPAN * 4096}
+        assert {storage.data_ptr() for storage in stored} == set(pool.slabs.bases.tolist())
+        pool.release(pages)
         pool.close()

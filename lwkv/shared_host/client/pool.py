@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,8 @@ from lwkv.platforms.host_memory import no_memory
 from lwkv.pool.host_pool import FIRST_REST_S, HostPool, page_stride
 from lwkv.shared_host.client.session import Pinned, Session
 from lwkv.telemetry.counters import Counters
+
+log = logging.getLogger(__name__)
 
 
 class _Left(NamedTuple):
@@ -72,6 +76,8 @@ class NodePool(HostPool):
         self._first = 0
         self._held = np.zeros(0, np.int32)
         self._left: list[_Left] = []
+        self._dropped: list[torch.Tensor] = []
+        self._stuck: list[torch.Tensor] = []
         self._room = 0
         self._has_ended = False
         self.session: Session | None = None
@@ -210,7 +216,7 @@ class NodePool(HostPool):
 
     def _may_take(self, session: Session, numbers: Int64s) -> bool:
         """Whether pages that an owner gave can be had; it may be gone by now, or the pool closed."""
-        if session is self.session and self._closed and self.slabs.memory:
+        if session is self.session and self._closed and not self._has_ended:
             session.free(*np.unique(numbers, return_counts=True))
         return session is self.session and not self._closed
 
@@ -235,19 +241,34 @@ class NodePool(HostPool):
         """Unmap what is left of owners that are gone, once nobody uses it."""
         for left in [left for left in self._left if not self._counts.are_used(*left)]:
             self._left.remove(left)
-            self._unlock(left.first // self.slabs.span, left.end // self.slabs.span)
+            self._drop(left.first // self.slabs.span, left.end // self.slabs.span)
+            # Seconds for hundreds of GiB: nobody who wants pages waits for that.
+            self._locking.submit(self._unlock_dropped)
 
-    def _unlock(self, first: int, end: int) -> None:
+    def _drop(self, first: int, end: int) -> None:
         memory = list(self.slabs.memory)
-        for slab in range(first, end):
-            self._platform.host_unregister(memory[slab])
-            memory[slab] = torch.empty(0, dtype=torch.uint8)
+        self._dropped += [slab for slab in memory[first:end] if slab.nbytes]
+        memory[first:end] = [torch.empty(0, dtype=torch.uint8) for _ in memory[first:end]]
         self.slabs = self.slabs._replace(memory=memory)
+
+    def _unlock_dropped(self) -> None:
+        """Undo the page-locking of memory that nobody uses; several threads may, each of other slices."""
+        with suppress(IndexError):
+            while True:
+                self._unlock(self._dropped.pop())
+
+    def _unlock(self, slab: torch.Tensor) -> None:
+        try:
+            self._platform.host_unregister(slab)
+        except RuntimeError as error:
+            self._stuck.append(slab)  # what is mapped there next could not be page-locked
+            log.warning("%d bytes of host memory stay page-locked: %s", slab.nbytes, error)
 
     def _end(self) -> None:
         if self._closed and not self._counts.total and not self._has_ended:
             self._has_ended = True
-            self._unlock(0, len(self.slabs.memory))
+            self._drop(0, len(self.slabs.memory))
+            self._unlock_dropped()
             self.slabs = self.slabs._replace(memory=[])
             self._locking.leave()
             if self.session is not None:
@@ -275,7 +296,9 @@ class NodePool(HostPool):
         if session is None:
             raise MemoryError("the owner of host memory is gone")
         end = min(start + self.slabs.span, self.max_pages)
-        slab = session.memory[start * self.page_stride : end * self.page_stride]
+        # A storage of its own: a tier that registers memory is to take what is page-locked, not all of it.
+        whole = session.memory.numpy()
+        slab = torch.from_numpy(whole[start * self.page_stride : end * self.page_stride])
         if not self._platform.host_register(slab):
             raise no_memory(slab.nbytes)
         with self._lock:

@@ -102,7 +102,7 @@ class Session:
             self.connection.tell(Op.FREE, pack_numbers(pages), pack_numbers(counts))
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that chunks of a prompt are used. Nothing is noted while the owner is stopped: it may be for ever."""
+        """Note that chunks of a prompt are used; not while the owner is stopped, which may be for ever."""
         if keys and not self.connection.is_resting:
             self.connection.tell(Op.USE, pack_keys(keys))
 
