@@ -206,6 +206,68 @@ def test_a_load_that_fails_has_vllm_compute_the_prompt(
     assert_same(answers, plain.ask([asked.ids, beside]))
 
 
+def test_nothing_is_stored_that_was_computed_beside_a_blend_that_failed(
+    engine: Engine, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the same exact prefix, which was to be loaded for the blend, and never came."""
+    parts = documents(10, 120, 90)
+    encode(engine, parts)
+    head = prompt(101, 3 * CHUNK)
+    engine.ask([[*head, 501]])
+    settle(engine)
+    engine.forget()
+    loader = engine.worker.engine.connector.in_place
+    load_layer = loader.load_layer
+    failed = []
+
+    def fail_once(load: Any, layer: int, *rest: Any) -> None:
+        if not failed:
+            failed.append(layer)
+            raise RuntimeError("the device fails")
+        load_layer(load, layer, *rest)
+
+    monkeypatch.setattr(loader, "load_layer", fail_once)
+    asked = Documents(parts[::-1], prompt(102, 25), head)
+    beside = Documents([], prompt(103, 3 * CHUNK), head)
+    ask(engine, [asked, beside])
+    assert failed
+    settle(engine)
+    for _ in range(2):
+        engine.forget()
+        assert_same(engine.ask([beside.ids, asked.ids]), plain.ask([beside.ids, asked.ids]))
+        settle(engine)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lwkv_segments": [[0, 70], [60, 90]]},
+        {"lwkv_segments": "0-70"},
+        {"lwkv_segments": [[n, n + 1] for n in range(1, 600)]},
+    ],
+    ids=["overlapping", "range", "many"],
+)
+def test_parameters_that_a_client_gets_wrong_stop_nobody(
+    engine: Engine, plain: Elsewhere, wrong: Any
+) -> None:
+    asked = prompt(111, 620)
+    assert_same(engine.ask_with([asked], [{"kv_transfer_params": wrong}]), plain.ask([asked]))
+
+
+def test_a_cache_salt_keeps_documents_and_prefixes_apart(engine: Engine, plain: Elsewhere) -> None:
+    """With none computed again, a blend cannot be taken for the exact answer."""
+    parts = documents(12, 120, 90)
+    encode(engine, parts)
+    compute_again(engine, 0.0)
+    asked = Documents(parts[::-1], prompt(121, 25))
+    (blended,) = ask(engine, [asked])
+    settle(engine)
+    wanted = plain.ask([asked.ids])
+    assert blended.logprobs != wanted[0].logprobs
+    assert_same(engine.ask([asked.ids], salt="another"), wanted)
+    assert_same(engine.ask([asked.ids]), wanted)
+
+
 def test_prompts_with_a_new_prefix_in_common_are_right_in_one_batch(engine: Engine, plain: Elsewhere) -> None:
     """vLLM gives the second one blocks that the first one has not computed yet."""
     parts = documents(7, 70, 66)

@@ -70,14 +70,16 @@ class SettledBlocks:
 
     def has(self, request: Any, num_tokens: int) -> bool:
         """Whether no other request may be computing the first `num_tokens` of this one, whole blocks."""
-        last = num_tokens // self._block_size - 1
-        if last < 0:
-            return True
         return not any(
-            in_place < num_tokens and _hash_at(self._requests[name], last) == _hash_at(request, last)
+            in_place < num_tokens and self._have_in_common(self._requests[name], request, in_place)
             for name, in_place in self._in_place.items()
             if self._requests[name] is not request
         )
+
+    def _have_in_common(self, one: Any, other: Any, token: int) -> bool:
+        """Whether two requests have the block of a token, and so all before it, in common."""
+        block = token // self._block_size
+        return _hash_at(one, block) == _hash_at(other, block) is not None
 
 
 def _hash_at(request: Any, block: int) -> bytes | None:

@@ -59,6 +59,19 @@ def test_tokens_that_a_running_request_has_not_computed_yet_are_not_settled() ->
     assert settled.has(second, 8)
 
 
+def test_a_request_that_differs_further_on_counts_for_what_both_have() -> None:
+    """vLLM may have what comes behind that from a third one, whose first blocks it gave to others."""
+    settled = SettledBlocks(4)
+    first, second = request("first", b"a", b"b", b"x"), request("second", b"a", b"b", b"c", b"d")
+    for one in (first, second):
+        settled.follow(one)
+    settled.note("first", 5)
+    assert settled.has(second, 4)
+    assert not settled.has(second, 16)
+    settled.note("first", 8)
+    assert settled.has(second, 16)
+
+
 def test_other_tokens_and_its_own_do_not_count() -> None:
     settled = SettledBlocks(4)
     first, second = request("first", b"x", b"y"), request("second", b"a", b"b")
