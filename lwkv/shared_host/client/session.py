@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class Session:
         memory: uint8 (bytes,), the owner's; empty for a client that only asks.
 
     Attributes:
-        state: of the last reply.
+        state: of the reply to the last request that was answered.
         watcher: called with the packed keys of chunks that were evicted, on any thread; it must not block.
     """
 
@@ -55,6 +56,8 @@ class Session:
         self.welcome = welcome
         self.memory = memory
         self.state = State()
+        self._state_of = 0
+        self._state_lock = threading.Lock()
         self.watcher: Callable[[list[bytes]], object] | None = None
 
     def has(self, end: int, keys: Sequence[ChunkKey]) -> list[bool] | None:
@@ -123,7 +126,10 @@ class Session:
 
     def _take(self, reply: Message) -> Sequence[bytes]:
         """Take over what every reply says; its own parts."""
-        self.state = State(*read_numbers(reply.parts[0]).tolist())
+        state = State(*read_numbers(reply.parts[0]).tolist())
+        with self._state_lock:
+            if reply.number > self._state_of:  # another thread may be ahead with a later one
+                self.state, self._state_of = state, reply.number
         if reply.parts[1] and self.watcher is not None:
             self.watcher(read_keys(reply.parts[1]))
         return reply.parts[_HEAD:]
