@@ -55,6 +55,6 @@ def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
         settle(engine)
         engine.at_rest()
         assert len(engine.scheduler.blending) == 0
-        assert count(engine, "requests") > 50
+        assert count(engine, "requests") > 20
         assert engine.metric("vllm:num_preemptions") > 0
     assert asked_for >= 300

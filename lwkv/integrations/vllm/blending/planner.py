@@ -212,6 +212,7 @@ class BlendPlanner:
     def _has_to_be_encoded(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether a chunk is not cached, and was not just encoded; it is from here on."""
         if all(map(self._is_kept, keys)):
+            self._encoded_at.pop(keys[-1].hash, None)  # if it is evicted, it is worth another time
             return False
         now = self._clock()
         if now - self._encoded_at.get(keys[-1].hash, -TRY_AGAIN_S) < TRY_AGAIN_S:

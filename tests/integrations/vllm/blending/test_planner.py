@@ -250,6 +250,17 @@ def test_missing_segments_are_encoded_once_where_they_have_room() -> None:
     assert len(bench.planner.encode(one, (), list(range(20)))) == 1
 
 
+def test_what_was_evicted_after_it_was_encoded_is_encoded_again_at_once() -> None:
+    bench = Bench()
+    one = bench.follow(FakeRequest(segments=SEGMENTS[:1]))
+    assert len(bench.planner.encode(one, (), list(range(20)))) == 1
+    assert bench.planner.encode(one, (), list(range(20))) == []
+    bench.cache(one, SEGMENTS[0])
+    assert bench.planner.encode(one, (), list(range(20))) == []
+    bench.kept.clear()
+    assert len(bench.planner.encode(one, (), list(range(20)))) == 1
+
+
 def test_a_step_encodes_as_many_rows_as_it_may_have_tokens() -> None:
     bench = Bench(replace(SIZES, most_rows=30))
     one = bench.follow(FakeRequest())
