@@ -44,6 +44,11 @@ _NEEDED = {
 """What is used of the client."""
 _WRONG_LOGIN = ("WRONGPASS", "NOAUTH")
 _NOT_ALLOWED = ("NOPERM", "PermissionDenied")
+_NO_ENDS = (
+    *_NOT_ALLOWED,
+    *("no permissions", "wrong number of arguments", "Unsupported option", "syntax error", "unknown command"),
+)
+"""What a server says that will never set ends; other refusals pass, as READONLY in a failover does."""
 
 
 class RefusedError(RuntimeError):
@@ -170,7 +175,7 @@ class ValkeyClient:
     def set(self, key: str, fields: Mapping[str, memoryview | bytes], until_ms: int | None = None) -> bool:
         """Write fields of a hash, all at once; if it has no end yet it ends at `until_ms` since the epoch.
 
-        False where the server refuses the end, and only that.
+        False where the server refuses the end, and only that, whatever the key.
         """
         no_end = self._glide.ExpireOptions.HasNoExpiry
         commands: list[Callable[[Any], object]] = [lambda commands: commands.hset(key, fields)]
@@ -179,17 +184,17 @@ class ValkeyClient:
         with self._errors():
             written, *ends = self._run(commands)
             _checked(written)
-        return not any(isinstance(end, Exception) for end in ends)
+            return _are_set(ends)
 
     def keep(self, keys: Sequence[str], until_ms: Sequence[int]) -> bool:
         """Have each key end then, in ms since the epoch, unless it ends later, and count as used just now.
 
-        In this order. Keys may not be there; all have the same server. False where it refuses that.
+        In this order. Keys may not be there; all have the same server. False where it refuses that for good.
         """
         later = self._glide.ExpireOptions.NewExpiryGreaterThanCurrent
         pairs = zip(keys, until_ms, strict=True)
-        ends = self._run([partial(_end_at, key, until, later) for key, until in pairs])
-        return not any(isinstance(end, Exception) for end in ends)
+        with self._errors():
+            return _are_set(self._run([partial(_end_at, key, until, later) for key, until in pairs]))
 
     def lengths(self, key: str, fields: Sequence[str]) -> list[int]:
         """The length of each field in bytes; 0 where there is none."""
@@ -272,6 +277,15 @@ def _ask_size(key: str, field: str, commands: Any) -> object:
 
 def _end_at(key: str, until_ms: int, option: Any, commands: Any) -> object:
     return commands.pexpireat(key, until_ms, option)
+
+
+def _are_set(ends: Sequence[Any]) -> bool:
+    """False where the server sets no ends at all. Raises what it refuses for now only."""
+    refused = [end for end in ends if isinstance(end, Exception)]
+    for error in refused:
+        if not any(words in str(error) for words in _NO_ENDS):
+            raise error
+    return not refused
 
 
 def _ask_length(key: str, commands: Any) -> object:

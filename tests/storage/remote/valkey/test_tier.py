@@ -351,6 +351,21 @@ def test_without_the_right_to_set_ends_chunks_are_kept_and_used_and_one_line_say
     old.tier.close()
 
 
+def test_ends_are_set_again_after_a_server_has_refused_writes_for_a_while(
+    place: OnServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(place.tier, Ordered)
+    place.tell("REPLICAOF", "127.0.0.1", "1")  # as in a failover: "READONLY ..."
+    with pytest.raises(RuntimeError, match="READONLY|read only"):
+        place.tier.follow(keys(1, 2), LONG_S)
+    place.tell("REPLICAOF", "NO", "ONE")
+    assert caplog.messages == []
+    place.tier.follow(keys(1, 2), LONG_S)
+    place.store(3)
+    for number in (1, 2, 3):
+        assert int(place.tell("PTTL", name_of(number))[1:]) > 0, "volatile-ttl evicts only what has an end"
+
+
 def test_a_server_that_is_not_there_yet_is_reported_once_and_used_as_soon_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
