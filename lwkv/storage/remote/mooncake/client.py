@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lwkv.storage.remote.client_probe import version_of, what_is_missing
 from lwkv.storage.remote.remote_url import RemoteURL, parse_remote_url
@@ -51,7 +52,8 @@ _NEEDED = (
     *(
         f"MooncakeDistributedStore.{call}"
         for call in (
-            *("setup", "get_hostname", "close", "register_buffer", "get_size", "batch_is_exist"),
+            *("setup", "get_hostname", "close", "register_buffer", "unregister_buffer"),
+            *("get_size", "batch_is_exist"),
             *("batch_get_into_multi_buffers", "batch_put_from_multi_buffers", "batch_remove"),
         )
     ),
@@ -180,7 +182,7 @@ class MooncakeStore:
         self._store = store
         self._plan = plan
         self._lock = threading.Lock()
-        self._registered: dict[int, torch.UntypedStorage] = {}
+        self._registered: dict[int, Any] = {}  # by address, a StorageWeakRef
         # Used in turn, and again after a while: a seal that is overwritten late fits no page, and is a miss.
         with torch.inference_mode(False):  # threads of the tier write to them
             self._seals = torch.zeros(NUM_SEALS, MOST_SEAL_BYTES, dtype=torch.uint8)
@@ -244,11 +246,21 @@ class MooncakeStore:
 
     def _register(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
-            if storage.data_ptr() not in self._registered:
-                code = self._store.register_buffer(storage.data_ptr(), storage.nbytes())
-                if code != 0:
-                    raise RuntimeError(f"{storage.nbytes()} bytes cannot be registered, code {code}")
-                self._registered[storage.data_ptr()] = storage
+            known = self._registered.get(storage.data_ptr())
+            if known is not None and not known.expired():
+                return
+            self._forget_unused()
+            code = self._store.register_buffer(storage.data_ptr(), storage.nbytes())
+            if code != 0:
+                raise RuntimeError(f"{storage.nbytes()} bytes cannot be registered, code {code}")
+            self._registered[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def _forget_unused(self) -> None:
+        """Unregister memory that nobody has any more, as that of an owner which is gone: it is not kept here,
+        and what comes now may have its address."""
+        for address in [address for address, known in self._registered.items() if known.expired()]:
+            self._store.unregister_buffer(address)
+            del self._registered[address]
 
     def _take_seals(self, count: int) -> list[torch.Tensor]:
         with self._lock:

@@ -356,7 +356,7 @@ def test_ends_are_set_again_after_a_server_has_refused_writes_for_a_while(
 ) -> None:
     assert isinstance(place.tier, Ordered)
     place.tell("REPLICAOF", "127.0.0.1", "1")  # as in a failover: "READONLY ..."
-    with pytest.raises(RuntimeError, match="READONLY|read only"):
+    with pytest.raises(RuntimeError, match=r"READONLY|read only"):
         place.tier.follow(keys(1, 2), LONG_S)
     place.tell("REPLICAOF", "NO", "ONE")
     assert caplog.messages == []
