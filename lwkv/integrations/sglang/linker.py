@@ -51,6 +51,12 @@ class LWKVLinker(UnifiedCacheLinker):
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         drafts = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
         described = describe(pool, drafts, server_args, rank)
+        if settings.host_memory is not None and num_ranks > 1 and described.metadata.use_mla:
+            # One rank would store for all, and each has names of its own after a flush.
+            raise ConfigError(
+                f"host_memory: got {settings.host_memory!r} with {num_ranks} ranks of a model with MLA, "
+                "which is not supported in SGLang: leave host_memory out, or use one rank"
+            )
         engine = CacheEngine.create(
             settings,
             described.metadata,

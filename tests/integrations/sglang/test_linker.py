@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.sglang.test_pools import MHATokenToKVPool, mha
+from integrations.sglang.test_pools import mha, mla
 
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
@@ -59,9 +59,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     made: list[Any] = []
 
-    def make(
-        pool: MHATokenToKVPool | None = None, version: str = "0.5.23", metrics: bool = False, **params: Any
-    ) -> Any:
+    def make(pool: Any = None, version: str = "0.5.23", metrics: bool = False, **params: Any) -> Any:
         monkeypatch.setattr(sys.modules["sglang.version"], "__version__", version)
         arguments = SimpleNamespace(
             model_path="some/model", served_model_name="model", enable_metrics=metrics
@@ -78,11 +76,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             "pp_size": 1,
         }
         components = params.pop("components", [FULL])
+        settings = params.pop("settings", {"max_local_cpu_size": 0.01})
         linker = importlib.import_module(LINKER).LWKVLinker(
             arguments,
             SimpleNamespace(**defaults | params),
             components=components,
-            extra_config={"max_local_cpu_size": 0.01},
+            extra_config=settings,
         )
         made.append(linker)
         return linker
@@ -134,6 +133,15 @@ def test_drafts_are_waited_for_with_the_last_layer(make: Callable[..., Any]) -> 
 def test_what_cannot_work_is_refused(make: Callable[..., Any], changed: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make(**changed)
+
+
+def test_memory_of_a_node_is_refused_for_several_ranks_with_the_same_rows(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linker = importlib.import_module(LINKER)
+    monkeypatch.setattr(linker, "_rank", lambda params: (linker.Rank(0, 2), 2))
+    with pytest.raises(ConfigError, match="with 2 ranks of a model with MLA"):
+        make(mla(), settings={"host_memory": "/run/lwkv.sock"})
 
 
 def test_calls_go_on_to_the_link(make: Callable[..., Any]) -> None:

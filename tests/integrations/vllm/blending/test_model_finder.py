@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -78,6 +80,40 @@ def test_a_vllm_without_such_a_loader_starts_and_has_no_model(monkeypatch: pytes
         monkeypatch.setitem(sys.modules, LOADER, lacks)  # type: ignore[arg-type]
         watch()
         assert loaded_model(config()) is None
+
+
+LOADERS = """
+from torch import nn
+class BaseModelLoader:
+    def load_model(self, vllm_config, model_config, prefix=""):
+        return nn.Linear(1, 1)
+"""
+
+
+def test_loaders_are_watched_when_something_imports_them_and_not_imported_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "vllm/model_executor/model_loader"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").write_text("")
+    (folder / "base_loader.py").write_text(LOADERS)
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    before = len(sys.meta_path)
+    watch()
+    watch()
+    assert len(sys.meta_path) == before + 1
+    assert LOADER not in sys.modules
+    loaders = import_module(LOADER)
+    assert len(sys.meta_path) == before
+    one = config()
+    model = loaders.BaseModelLoader().load_model(one, None)
+    assert loaded_model(one) is model
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
+        del sys.modules[name]
 
 
 def test_loaders_that_are_called_in_another_way_load_all_the_same(loader: Any) -> None:
