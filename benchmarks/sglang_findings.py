@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from lwkv.benchmarks.sglang_load import Served, percentile
+from lwkv.benchmarks.sglang_load import Served
+from lwkv.benchmarks.timing import percentile
 
 
 @dataclass

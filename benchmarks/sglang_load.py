@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,12 +132,6 @@ class Server:
                     self._served.decoded += count - last[0]
                 last = count, now
                 self._counts[number] = max(count, self._counts[number])
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of `values` is."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
 def _greedy(max_tokens: int) -> dict[str, Any]:

@@ -58,3 +58,9 @@ def median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
 def gb_per_s(num_bytes: int, ms: float) -> float:
     """Gigabytes (1e9 bytes) a second."""
     return num_bytes / ms / 1e6
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of `values` is."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

@@ -9,17 +9,16 @@ cached, and answers a second.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lwkv.benchmarks.conversations import Conversations, Conversed
 from lwkv.benchmarks.shapes import SHAPES
-from lwkv.benchmarks.vllm_serving import MODES, percentile, started
-from lwkv.benchmarks.vllm_ttft import versions
+from lwkv.benchmarks.timing import percentile
+from lwkv.benchmarks.vllm_serving import MODES, started, write_result
 
 DEFAULT_MODES = ("plain", "lwkv", "native")
 
@@ -105,17 +104,7 @@ def main() -> int:
     args = parser.parse_args()
     counts = (args.conversations, args.turns, args.first, args.more, args.answer, args.at_once)
     findings = measure(args.engines.split(","), SHAPES[args.shape], Plan(Conversations(*counts), args.in_gpu))
-    wrong = faults(findings)
-    result = {
-        "command": sys.argv[1:],
-        "versions": versions(),
-        "faults": wrong,
-        "findings": [asdict(finding) for finding in findings],
-    }
-    args.output.write_text(json.dumps(result))
-    print(table(findings))
-    print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
-    return 1 if wrong else 0
+    return write_result(args.output, findings, faults(findings), table(findings))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from lwkv.benchmarks.child import Child
 from lwkv.benchmarks.conversations import Conversations, Conversed
 from lwkv.benchmarks.shapes import SHAPES, Shape
 from lwkv.benchmarks.throttled_remote import installed_in
+from lwkv.benchmarks.timing import percentile
 from lwkv.benchmarks.vllm_load import Load, Served
 from lwkv.benchmarks.vllm_ttft import versions, write_model
 
@@ -234,10 +235,18 @@ def table(findings: Sequence[Finding], plan: Plan) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of `values` is."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+def write_result(output: Path, findings: Sequence[Any], wrong: Sequence[str], shown: str) -> int:
+    """Write dataclasses as JSON into `output`, print what is shown and what is wrong; 1 if anything is."""
+    result = {
+        "command": sys.argv[1:],
+        "versions": versions(),
+        "faults": wrong,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    output.write_text(json.dumps(result))
+    print(shown)
+    print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
+    return 1 if wrong else 0
 
 
 def main() -> int:
@@ -269,16 +278,7 @@ def main() -> int:
     shape = replace(shape, block_size=args.block_size or shape.block_size)
     findings = measure(args.engines.split(","), shape, plan)
     wrong = faults(findings, plan)
-    result = {
-        "command": sys.argv[1:],
-        "versions": versions(),
-        "faults": wrong,
-        "findings": [asdict(finding) for finding in findings],
-    }
-    args.output.write_text(json.dumps(result))
-    print(table(findings, plan))
-    print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
-    return 1 if wrong else 0
+    return write_result(args.output, findings, wrong, table(findings, plan))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a client asks the owner, and tells it. Page numbers are the owner's."""
+"""What a client asks of the owner, and reports to it. Page numbers are the owner's."""
 
 from __future__ import annotations
 

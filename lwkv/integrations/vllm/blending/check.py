@@ -93,7 +93,7 @@ class StartCheck:
                 self._refuse(f"keys of layer {layer} do not turn with their position as is configured")
 
     def _alone(self, position: int) -> list[tuple[Tensor, Tensor]]:
-        """The KV in every layer of a token that is told to stand at `position`, and sees only itself."""
+        """The KV in every layer of a token that is given `position`, and sees only itself."""
         first = np.zeros(1, np.int64)
         (call,) = self._layers.calls(first, self._slots)
         call = replace(call, positions=torch.full_like(call.positions, position))
