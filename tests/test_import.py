@@ -7,6 +7,7 @@ from glob import glob
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 TREE = Path(__file__).parent.parent
 # glob, unlike Path.rglob, looks into the linked folders.
@@ -37,7 +38,7 @@ assert not (torch.cuda.is_initialized() or torch.xpu.is_initialized()), "a devic
 
 
 def run_python(code: str, where: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(TREE)}
+    environment = {**os.environ, "PYTHONPATH": python_path(TREE)}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True)
 

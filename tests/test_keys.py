@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from python_path import python_path
 
 import lwkv
 import lwkv.keys
@@ -69,7 +70,7 @@ def test_processes_with_any_hash_seed_have_the_same_keys() -> None:
     for seed in (None, "0", "1"):  # "random" is what unset means
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
         environment |= {"PYTHONHASHSEED": seed} if seed else {}
-        environment["PYTHONPATH"] = str(Path(lwkv.__file__).parents[1])
+        environment["PYTHONPATH"] = python_path(Path(lwkv.__file__).parents[1])
         command = [sys.executable, "-c", script]
         children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     expected = [key.to_string() for key in chunk_keys([1, 2, 3, 4, 5], 2, "ns", ["lora", ""], partial=True)]

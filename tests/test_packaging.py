@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 from lwkv import __version__
 
@@ -78,9 +79,9 @@ def test_the_installed_wheel_works_away_from_the_tree(wheel: Path, tmp_path: Pat
     pip_install = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index")
     run(*pip_install, "--target", target, wheel, cwd=tmp_path)
     code = "import lwkv, lwkv.platforms; print(lwkv.__file__); print(lwkv.platforms.__file__)"
-    shown = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(target))
+    shown = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=python_path(target))
     assert shown.split() == [f"{target}/lwkv/__init__.py", f"{target}/lwkv/platforms/__init__.py"]
-    version = run(target / "bin" / "lwkv", "--version", cwd=tmp_path, PYTHONPATH=str(target))
+    version = run(target / "bin" / "lwkv", "--version", cwd=tmp_path, PYTHONPATH=python_path(target))
     assert version == f"lwkv {__version__}\n"
 
 
@@ -121,5 +122,5 @@ def test_the_source_archive_checks_itself(sdist: Path, tmp_path: Path) -> None:
         "no:cacheprovider",
         *chosen,
         cwd=tree,
-        PYTHONPATH=str(tree),
+        PYTHONPATH=python_path(tree),
     )

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from python_path import python_path
+
 TREE = Path(__file__).parent.parent
 PLUGIN = """
 import warnings
@@ -26,7 +28,7 @@ def run_pytest(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=TREE,
-        env=os.environ | {"PYTHONPATH": f"{TREE}{os.pathsep}{folder}"},
+        env=os.environ | {"PYTHONPATH": python_path(TREE, folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from python_path import python_path
 
 from lwkv.platforms import Platform, open_platform, registry
 
@@ -95,7 +96,7 @@ def test_the_conformance_suite_runs_on_it(package: Callable[[str], Path]) -> Non
     done = subprocess.run(
         [sys.executable, "-m", *command.split(), "-p", "no:cacheprovider", "-k", "batch or handle"],
         cwd=TREE,
-        env=os.environ | {"PYTHONPATH": f"{TREE}{os.pathsep}{folder}"},
+        env=os.environ | {"PYTHONPATH": python_path(TREE, folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 TREE = Path(__file__).parents[2]
 
 
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(TREE), "tests", *filter(None, [os.environ.get("PYTHONPATH")])])
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(TREE, "tests")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "poisoned_cuda", *arguments]
     return subprocess.run(command, cwd=TREE, env=environment, capture_output=True, text=True, timeout=600)
 

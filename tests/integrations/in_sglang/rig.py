@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from python_path import python_path
+
 PAGE = 16
 REST_S = 120.0
 HERE = Path(__file__).parent
 STAND_INS = HERE / "stand_ins"
 TREE = HERE.parent.parent.parent
 ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(map(str, (STAND_INS, TREE, TREE / "tests"))),
+    "PYTHONPATH": python_path(STAND_INS, TREE, TREE / "tests"),
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "OMP_NUM_THREADS": "1",

@@ -254,7 +254,9 @@ class Scripted:
             for rank in range(num_ranks)
         ]
         config = self.ranks[0].engine.config
-        index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, partial(_lookups, lower))
+        # Without any there is nothing to ask, as in the connector; else a look-up may make a request wait.
+        below = partial(_lookups, lower) if lower else None
+        index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, below)
         role = Role(loads, True)
         self.scheduler = SchedulerSide(
             config, role, index, BLOCK, num_ranks, prefetches=prefetches, weighs=weighs

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 from storage.disk_rig import FORM, opened
 from storage.rig import key
 from storage.tier_calls import store
@@ -20,9 +21,7 @@ TESTS = Path(__file__).parents[2]
 
 def run_writers(work: str, folder: Path, rounds: int = 1, writers: int = 1) -> list[tuple[int, int]]:
     """What each check found: leftovers that it removed, and whole chunks."""
-    others = filter(None, [os.environ.get("PYTHONPATH")])
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), *others])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(TESTS, TESTS.parent), "OMP_NUM_THREADS": "1"}
     script = str(TESTS / "storage" / "disk_crashes.py")
     done = subprocess.run(
         [sys.executable, script, work, str(folder), str(rounds), str(writers)],

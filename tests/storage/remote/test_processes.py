@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 from storage.remote_place import ALL, Place
 from storage.servers import Server
 
@@ -39,11 +40,10 @@ def test_a_process_finds_what_another_one_has_left_and_both_end_well(
     request: pytest.FixtureRequest, kind: str
 ) -> None:
     server: Server = request.getfixturevalue(kind)
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     for what in ("store", "load"):
         done = subprocess.run(
             [sys.executable, "-c", ENGINE, f"{kind}://127.0.0.1:{server.port}", what],
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": python_path(TESTS, TESTS.parent)},
             capture_output=True,
             text=True,
             timeout=120,
