@@ -28,7 +28,7 @@ ORDER: list[set[str]] = [
     {"layouts"},
     {"transfer"},
     {"keys"},
-    {"config", "metadata", "background"},
+    {"config", "metadata", "background", "kinds"},
     {"telemetry"},
     {"platforms"},
     {"errors", APART},
