@@ -1,11 +1,13 @@
 """Time to first token of blended prompts in vLLM, and what they cost requests that decode.
 
-`python -m lwkv.benchmarks.vllm_blend` needs vLLM and a device. Engines run one after the other, each in a
-process of its own and alone on the device. Weights are dummies: the times are those of the shape.
+`python -m lwkv.benchmarks.vllm_blend` needs vLLM and a device. Two engines run one after the other, each in a
+process of its own and alone on the device: one without lwkv, and one that blends, with each selector in
+turn. Weights are dummies: the times are those of the shape.
 
 A prompt has `--documents` of `--tokens` each, cached in host memory, and `--question` other tokens. Reported
 are medians in milliseconds, beside a full prefill. For blends also loading alone, and the blend's own
-computing with all loads in place: the larger of the two is what a blend takes at least.
+computing with all loads in place: the larger of the two is what a blend takes at least. Then it says of
+every gate whether it holds.
 """
 
 from __future__ import annotations
@@ -17,23 +19,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lwkv.benchmarks.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm_blend_gates import Found, gates
+from lwkv.benchmarks.vllm_blend_parts import Parts
 from lwkv.benchmarks.vllm_ttft import Plan as TtftPlan
 from lwkv.benchmarks.vllm_ttft import engine_arguments, versions, write_model
+from lwkv.blend import Deviation, Selector
 
-MODES = ("plain", "blend", "reuse")
-"""A full prefill without lwkv; a blend with `--share`; the same with nothing computed again."""
+ENGINES = ("plain", "blending")
 WARM_UPS = 3
 PREFIX = list(range(100, 120))
 DECODING = 16
+
+# Token ids, and where the documents are.
+Prompt: TypeAlias = "tuple[list[int], list[list[int]]]"
+
+
+def selectors(share: float, num_layers: int) -> dict[str, Selector]:
+    """The ways to choose, by their names; `reuse` computes nothing again."""
+    return {
+        "deviation": Deviation("v", (1,), (share,)),
+        "gradual": Deviation("v", (1, 2), (min(share + 0.1, 1.0), share)),
+        "reuse": Deviation("v", (1,), (0.0,)),
+    }
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Plan:
     def reused(self) -> int:
         return self.documents * self.tokens
 
-    def prompt(self, turn: int, vocabulary: int) -> tuple[list[int], list[list[int]]]:
+    def prompt(self, turn: int, vocabulary: int) -> Prompt:
         """The documents in the order of a turn, a token behind each; head and question are the turn's own."""
         order = np.random.default_rng(turn).permutation(self.documents)
         ids, segments = _drawn(90_000 + turn, 3, vocabulary), []
@@ -62,54 +78,39 @@ class Plan:
             ids += [*_drawn(1000 + int(number), self.tokens, vocabulary), 3]
         return ids + _drawn(50_000 + turn, self.question, vocabulary), segments
 
-    def rows(self, shape: Shape) -> int:
+    def rows(self, selector: Selector, num_layers: int) -> int:
         """The length of a prompt of which vLLM computes as many rows as a blend does."""
-        full = 2 / shape.num_layers
-        return int(self.reused * (full + (1 - full) * self.share)) + self.question
+        return int(self.reused * computed_share(selector, num_layers)) + self.question
 
 
-@dataclass
-class Found:
-    """What one engine did; times in milliseconds."""
-
-    mode: str
-    ttft_ms: list[float] = field(default_factory=list)
-    load_ms: list[float] = field(default_factory=list)
-    compute_ms: list[float] = field(default_factory=list)
-    between_ms: list[float] = field(default_factory=list)
-    beside: str = ""
-    counts: dict[str, float] = field(default_factory=dict)
-
-    def summary(self) -> dict[str, float | str]:
-        """Medians, and the 99th percentile between tokens."""
-        times = {"ttft": self.ttft_ms, "load": self.load_ms, "compute": self.compute_ms}
-        row: dict[str, float | str] = {name: round(median(ms), 2) for name, ms in times.items() if ms}
-        if self.load_ms:
-            larger = max(median(self.load_ms), median(self.compute_ms))
-            row["over_larger"] = round(median(self.ttft_ms) / larger, 3)
-        if self.between_ms:
-            row["between_p50"], row["between_p99"] = (
-                round(float(np.percentile(self.between_ms, share)), 2) for share in (50, 99)
-            )
-        return {"mode": self.mode, **row, "beside": self.beside}
+def computed_share(selector: Selector, num_layers: int) -> float:
+    """Of the reused tokens, the part that a selector has computed, as the mean over the layers."""
+    assert isinstance(selector, Deviation), "what others compute does not depend on layers"
+    if not selector.shares[-1]:
+        return 0.0
+    # What is chosen at a layer counts from the next one on.
+    ends = [*(layer + 1 for layer in selector.layers), num_layers]
+    shares = [1.0, *selector.shares]
+    starts = [0, *ends[:-1]]
+    layers = (share * (b - a) for share, a, b in zip(shares, starts, ends, strict=True))
+    return sum(layers) / num_layers
 
 
 class Child:
     """One engine, in this process."""
 
-    def __init__(self, mode: str, shape: Shape, plan: Plan, model: Path, host_gib: float) -> None:
+    def __init__(self, name: str, shape: Shape, plan: Plan, model: Path, host_gib: float) -> None:
         from vllm import LLM
 
         longest = plan.reused + plan.question + 64
         sizes = TtftPlan([longest], 64, 1)
-        arguments = engine_arguments("plain" if mode == "plain" else "lwkv", model, shape, sizes, host_gib)
+        arguments = engine_arguments("plain" if name == "plain" else "lwkv", model, shape, sizes, host_gib)
         arguments |= {"max_num_seqs": 256, "enforce_eager": plan.eager, "gpu_memory_utilization": 0.8}
         arguments["kv_cache_memory_bytes"] = shape.kv_bytes(4 * longest + DECODING * 2048)
-        if mode != "plain":
-            share = 0.0 if mode == "reuse" else plan.share
+        if name != "plain":
             settings = {
                 "enable_blending": True,
-                "blend_recompute_ratios": share,
+                "blend_recompute_ratios": plan.share,
                 "blend_shared_prefix": PREFIX,
                 "load_when": "always",
             }
@@ -117,29 +118,63 @@ class Child:
             module = "lwkv.integrations.vllm.blending.worker_extension"
             arguments["worker_extension_cls"] = f"{module}.NoteModel"
         self.llm = LLM(**arguments)
-        self.mode, self.plan, self.shape = mode, plan, shape
+        self.plan, self.shape = plan, shape
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self._number = 0
 
-    def run(self) -> Found:
-        """Measure everything."""
-        found = Found(self.mode)
+    def run_plain(self, rows: Sequence[int]) -> Found:
+        """A full prefill, and requests beside prefills of so many tokens."""
+        found = Found(ttft_ms=self._ttfts())
+        for number in rows:
+            found.beside_ms[str(number)] = self._beside(partial(self._plain, length=number))
+        return found
+
+    def run_selector(self, selector: Selector) -> Found:
+        """Blends with one selector. All documents are encoded with the first prompt of the engine."""
+        parts = Parts()
+        parts.select(selector)
+        rows = self.plan.rows(selector, self.shape.num_layers)
+        before = parts.counts()
+        found = Found(ttft_ms=self._ttfts(), rows=rows)
+        found.counts = _grown(before, parts.counts())
+        self._require_blends(found)
+        self._measure_parts(found, parts)
+        found.beside_ms[str(rows)] = self._beside(self._prompt)
+        for _ in range(self.plan.repeats):
+            found.rest_ms.append(self._ttft(*self._plain(60_000 + self._next(), self.plan.question)))
+        return found
+
+    def encode(self) -> None:
+        """Have all documents cached, and known to be."""
+        self._ttft(*self._prompt(30_000))
+        assert Parts().flush()
+        self._ttft([5] * 8, [])
+
+    def _require_blends(self, found: Found) -> None:
+        blended, asked = found.counts.get("blend_requests", 0), WARM_UPS + self.plan.repeats
+        if blended != asked:
+            found.faults.append(f"{blended:g} of {asked} prompts were blended")
+        if failed := found.counts.get("blend_failures", 0):
+            found.faults.append(f"{failed:g} blends failed; the log says why")
+
+    def _ttfts(self) -> list[float]:
+        taken = []
         for turn in range(WARM_UPS + self.plan.repeats):
             # Nothing of the prompt is in the device's own cache.
             assert self.llm.reset_prefix_cache()
             time.sleep(0.3)
-            ms = self._ttft(*self.plan.prompt(turn, self.vocabulary))
-            if self.mode != "plain" and turn == 0:
-                self._settle()
-            if turn >= WARM_UPS:
-                found.ttft_ms.append(ms)
-        if self.mode != "plain":
-            self._measure_parts(found)
-        self._measure_beside(found)
-        if self.mode != "plain":
-            stats = self._blending().engine_stats()
-            found.counts = {name: count for name, count in stats.items() if name.startswith("blend_")}
-        return found
+            taken.append(self._ttft(*self._prompt(turn)))
+        return taken[WARM_UPS:]
+
+    def _prompt(self, turn: int) -> Prompt:
+        return self.plan.prompt(turn, self.vocabulary)
+
+    def _plain(self, turn: int, length: int) -> Prompt:
+        return _drawn(turn, length, self.vocabulary), []
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
 
     def _ttft(self, ids: list[int], segments: list[list[int]]) -> float:
         begin = time.perf_counter()
@@ -154,122 +189,46 @@ class Child:
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )
 
-    def _settle(self) -> None:
-        """Have the scheduler know what is in host memory."""
-        assert self._blending().flush()
-        self._ttft([5] * 8, [])
-
-    def _blending(self) -> _Parts:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return _Parts(get_kv_transfer_group()._worker._blending)
-
-    def _measure_parts(self, found: Found) -> None:
+    def _measure_parts(self, found: Found, parts: Parts) -> None:
         """A blend's loading and computing, each alone."""
-        parts = self._blending()
-        order = parts.next_order(lambda: self._ttft(*self.plan.prompt(10_000, self.vocabulary)))
+        order = parts.next_order(lambda: self._ttft(*self._prompt(10_000 + self._next())))
         for turn in range(WARM_UPS + self.plan.repeats):
-            load, compute = parts.load_ms(order), parts.compute_ms(order)
+            load, compute = parts.load_ms(order), parts.compute(order)
             if turn >= WARM_UPS:
                 found.load_ms.append(load)
-                found.compute_ms.append(compute)
+                found.compute_ms.append(compute.ms)
+                found.queued_ms.append(compute.queued_ms)
+        found.counts["rows_per_layer"] = compute.row_layers / self.shape.num_layers
         assert self.llm.reset_prefix_cache()
 
-    def _measure_beside(self, found: Found) -> None:
-        """Requests that decode while prompts arrive: blended ones, or as many rows of plain prefill."""
-        rows = self.plan.rows(self.shape)
-        found.beside = f"{rows} tokens of prefill" if self.mode == "plain" else "blended prompts"
-        engine = self.llm.llm_engine
-        for number in range(DECODING):
-            ids = _drawn(70_000 + number, 32, self.vocabulary)
-            self._add(ids, 1800, [])
-        begin, next_at, turn = time.perf_counter(), 1.0, 20_000
+    def _beside(self, prompt: Callable[[int], Prompt]) -> list[float]:
+        """Times between tokens of requests that decode while prompts arrive."""
+        engine, names = self.llm.llm_engine, []
+        for _ in range(DECODING):
+            names.append(self._add(1800, *self._plain(70_000 + self._next(), 32)))
+        begin, next_at, taken = time.perf_counter(), 1.0, []
         last: dict[str, float] = {}
         while (now := time.perf_counter() - begin) < self.plan.seconds:
             if now >= next_at:
-                next_at, turn = next_at + self.plan.every_s, turn + 1
-                ids, segments = self.plan.prompt(turn, self.vocabulary)
-                if self.mode == "plain":
-                    ids, segments = _drawn(turn, rows, self.vocabulary), []
-                self._add(ids, 1, segments)
+                next_at += self.plan.every_s
+                names.append(self._add(1, *prompt(20_000 + self._next())))
             for output in engine.step():
                 at = time.perf_counter()
                 if output.request_id in last and now > 1.0:
-                    found.between_ms.append(1e3 * (at - last[output.request_id]))
+                    taken.append(1e3 * (at - last[output.request_id]))
                 last[output.request_id] = at
-        names = [f"one-{number}" for number in range(self._number)]
         engine.abort_request(names)
+        return taken
 
-    def _add(self, ids: list[int], max_tokens: int, segments: list[list[int]]) -> None:
-        name, self._number = f"one-{self._number}", self._number + 1
+    def _add(self, max_tokens: int, ids: list[int], segments: list[list[int]]) -> str:
+        name = f"one-{self._next()}"
         parameters = self._parameters(max_tokens, segments)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, parameters)
+        return name
 
 
-class _Parts:
-    """A worker's half of blending, taken apart."""
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-
-    def flush(self) -> bool:
-        return bool(self._worker._segments.engine.flush())
-
-    def engine_stats(self) -> dict[str, float]:
-        stats: dict[str, float] = self._worker._segments.engine.stats()
-        return stats
-
-    def next_order(self, ask: Any) -> Any:
-        """The order of the prompt that `ask` has blended."""
-        orders: list[Any] = []
-        blend = self._worker._blend
-
-        def note(order: Any, loads: Any) -> Any:
-            orders.append(order)
-            return blend(order, loads)
-
-        self._worker._blend = note
-        ask()
-        self._worker._blend = blend
-        (order,) = orders
-        return order
-
-    def load_ms(self, order: Any) -> float:
-        """All loads of a blend, with nothing computed."""
-        segments = self._worker._segments
-        self._synchronize()
-        begin = time.perf_counter()
-        retrieval = segments.retrieval(self._worker._loads(order))
-        retrieval.hold()
-        retrieval.open()
-        retrieval.finish()
-        self._synchronize()
-        return 1e3 * (time.perf_counter() - begin)
-
-    def compute_ms(self, order: Any) -> float:
-        """A blend whose loads are in place."""
-        from lwkv.blend.segment_cache import lay_out
-        from lwkv.integrations.vllm.blending.blend_pass import BlendPass
-        from lwkv.integrations.vllm.blending.worker import _prompt
-
-        worker = self._worker
-        loads = worker._loads(order)
-        with_counts = [load.num_tokens - load.request.first for load in loads]
-        layout = lay_out(_prompt(order, order.end), loads, with_counts)
-        selector = worker._selector
-        self._synchronize()
-        begin = time.perf_counter()
-        worker.is_running = True
-        BlendPass(worker._layers, worker._rows, layout, selector, selector.shares[-1]).run(lambda _: None)
-        worker.is_running = False
-        self._synchronize()
-        return 1e3 * (time.perf_counter() - begin)
-
-    def _synchronize(self) -> None:
-        import torch
-
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: count - before.get(name, 0) for name, count in after.items()}
 
 
 def _drawn(seed: int, length: int, vocabulary: int) -> list[int]:
@@ -277,24 +236,41 @@ def _drawn(seed: int, length: int, vocabulary: int) -> list[int]:
     return found
 
 
-def measured(modes: Sequence[str], arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measured(names: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[str, Found]]:
     """What each engine found, in a process of its own. Raises RuntimeError where one has died."""
-    for mode in modes:
+    for name in names:
         with tempfile.NamedTemporaryFile(suffix=".json") as result:
             command = [sys.executable, "-m", "lwkv.benchmarks.vllm_blend", *arguments]
-            command += ["--child", mode, "--output", result.name]
+            command += ["--child", name, "--output", result.name]
             if subprocess.run(command, check=False).returncode:
-                raise RuntimeError(f"the engine {mode!r} has ended; what it said is above")
-            yield json.loads(Path(result.name).read_text())
+                raise RuntimeError(f"the engine {name!r} has ended; what it said is above")
+            for key, found in json.loads(Path(result.name).read_text()).items():
+                yield key, Found(**found)
 
 
 def child(args: argparse.Namespace, shape: Shape, plan: Plan) -> None:
     """Measure one engine, and write what was found."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    known = selectors(plan.share, shape.num_layers)
+    wanted = {name: known[name] for name in args.selectors}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, plan.reused + plan.question + 2000)
-        found = Child(args.child, shape, plan, Path(folder), args.host_gib).run()
-    args.output.write_text(json.dumps(asdict(found) | {"summary": found.summary()}))
+        engine = Child(args.child, shape, plan, Path(folder), args.host_gib)
+        if args.child == "plain":
+            rows = dict.fromkeys(plan.rows(selector, shape.num_layers) for selector in wanted.values())
+            found = {"plain": engine.run_plain(list(rows))}
+        else:
+            engine.encode()
+            found = {name: engine.run_selector(selector) for name, selector in wanted.items()}
+    args.output.write_text(json.dumps({name: asdict(one) for name, one in found.items()}))
+
+
+def _names(text: str) -> list[str]:
+    known, names = list(selectors(0.15, 2)), text.split(",")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return names
 
 
 def parser() -> argparse.ArgumentParser:
@@ -309,14 +285,28 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--every", type=float, default=0.25, help="seconds between prompts beside them")
     options.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
     options.add_argument("--graphs", action="store_true", help="with vLLM's CUDA graphs and compilation")
-    options.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
+    known = list(selectors(0.15, 2))
+    options.add_argument(
+        "--selectors", type=_names, default=known, help=f"by comma, some of {', '.join(known)}"
+    )
+    options.add_argument("--engines", default=",".join(ENGINES), help=f"some of {', '.join(ENGINES)}")
     options.add_argument("--host-gib", type=float, default=8.0)
     options.add_argument("--output", type=Path, default=Path("vllm-blend.json"))
-    options.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
+    options.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
     return options
 
 
+def report(found: dict[str, Found]) -> str:
+    """Every summary, then every gate and every fault."""
+    lines = [json.dumps({"selector": name, **one.summary()}) for name, one in found.items()]
+    lines += [f"{name}: {json.dumps(one.counts)}" for name, one in found.items() if one.counts]
+    lines += map(str, gates(found))
+    lines += [f"FAULT: {name}: {fault}" for name, one in found.items() for fault in one.faults]
+    return "\n".join(lines)
+
+
 def main() -> int:
+    """Returns 1 where a gate does not hold, or something went wrong."""
     args = parser().parse_args()
     shape = SHAPES[args.shape]
     shape = replace(shape, block_size=args.block_size or shape.block_size)
@@ -327,16 +317,14 @@ def main() -> int:
     if args.child:
         child(args, shape, plan)
         return 0
-    found = list(measured(args.modes.split(","), sys.argv[1:]))
-    args.output.write_text(
-        json.dumps({"command": sys.argv[1:], "versions": versions(), "engines": found}, indent=1)
-    )
-    for one in found:
-        print(json.dumps(one["summary"]))
-    plain = [median(one["ttft_ms"]) for one in found if one["mode"] == "plain"]
-    for one in found if plain else ():
-        print(f"{one['mode']}: {median(one['ttft_ms']) / plain[0]:.3f} of a full prefill")
-    return 0
+    found = dict(measured(args.engines.split(","), sys.argv[1:]))
+    engines = {name: asdict(one) | {"summary": one.summary()} for name, one in found.items()}
+    verdicts = [gate._asdict() | {"holds": gate.holds} for gate in gates(found)]
+    result = {"command": sys.argv[1:], "versions": versions(), "selectors": engines, "gates": verdicts}
+    args.output.write_text(json.dumps(result, indent=1))
+    print(report(found))
+    is_wrong = any(one.faults for one in found.values()) or not all(one["holds"] for one in verdicts)
+    return int(is_wrong)
 
 
 if __name__ == "__main__":

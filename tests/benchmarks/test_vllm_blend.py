@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lwkv.benchmarks.shapes import LLAMA_8B
-from lwkv.benchmarks.vllm_blend import Found, Plan, parser
+from lwkv.benchmarks.vllm_blend import Plan, parser, report, selectors
+from lwkv.benchmarks.vllm_blend_gates import Found, gates
 
 PLAN = Plan(documents=3, tokens=16, question=5, share=0.15, repeats=2, seconds=1.0, every_s=0.5, eager=True)
 
@@ -22,25 +22,59 @@ def test_turns_have_the_same_documents_in_other_orders_and_other_questions() -> 
 
 
 def test_rows_are_those_that_a_blend_computes() -> None:
-    plan = Plan(8, 1024, 64, 0.15, 1, 1.0, 1.0, True)
-    assert plan.rows(LLAMA_8B) == int(8192 * (2 / 32 + 30 / 32 * 0.15)) + 64
+    plan, known = Plan(8, 1024, 64, 0.15, 1, 1.0, 1.0, True), selectors(0.15, 32)
+    rows = {name: plan.rows(selector, 32) for name, selector in known.items()}
+    assert rows["deviation"] == int(8192 * (2 / 32 + 30 / 32 * 0.15)) + 64
+    assert rows["gradual"] == int(8192 * (2 / 32 + 1 / 32 * 0.25 + 29 / 32 * 0.15)) + 64
+    assert rows["reuse"] == 64
 
 
-def test_the_summary_compares_with_the_larger_of_loading_and_computing() -> None:
-    found = Found("blend", [66.0, 60.0, 70.0], [20.0, 22.0], [55.0, 60.0, 65.0], [5.0, 5.0, 20.0], "prompts")
+def test_the_summary_has_medians_and_percentiles() -> None:
+    found = Found([66.0, 60.0, 70.0], [20.0, 22.0], [55.0, 60.0, 65.0], beside_ms={"64": [5.0, 5.0, 20.0]})
+    assert found.over_larger == 1.1
     assert found.summary() == {
-        "mode": "blend",
         "ttft": 66.0,
         "load": 21.0,
         "compute": 60.0,
-        "over_larger": 1.1,
-        "between_p50": 5.0,
-        "between_p99": pytest.approx(19.7),
-        "beside": "prompts",
+        "beside_64_p50": 5.0,
+        "beside_64_p99": pytest.approx(19.7),
+        "beside_64_p100": 20.0,
     }
-    assert Found("plain", [3.0]).summary() == {"mode": "plain", "ttft": 3.0, "beside": ""}
+    assert Found([3.0]).summary() == {"ttft": 3.0}
+
+
+def test_every_gate_says_whether_it_holds() -> None:
+    plain = Found([100.0], beside_ms={"64": [5.0], "900": [30.0]})
+    good = Found([29.0], [28.0], [10.0], beside_ms={"900": [29.0]}, rows=900)
+    bad = Found([31.0], [10.0], [20.0], beside_ms={"64": [6.0]}, rows=64)
+    found = list(gates({"plain": plain, "deviation": good, "reuse": bad}))
+    assert [gate.holds for gate in found] == [True] * 3 + [False] * 3
+    assert str(found[1]) == "holds: deviation: time to first token over loading alone: 1.036, at most 1.100"
+    assert str(found[4]) == (
+        "DOES NOT HOLD: reuse: time to first token over computing alone: 1.550, at most 1.100"
+    )
+    assert "prefills of 64 tokens" in found[5].what
+
+
+def test_what_was_not_measured_has_no_gate() -> None:
+    assert not list(gates({"reuse": Found([3.0])}))
+    assert not list(gates({"plain": Found([3.0])}))
+    one = Found([31.0], [10.0], [20.0], rows=64, beside_ms={"64": [6.0]})
+    assert len(list(gates({"reuse": one}))) == 1
+
+
+def test_the_report_ends_with_faults() -> None:
+    lines = report({"reuse": Found([3.0], faults=["0 of 5 prompts were blended"])}).splitlines()
+    assert lines[-1] == "FAULT: reuse: 0 of 5 prompts were blended"
 
 
 def test_the_command_line_is_the_one_of_the_issue_by_default() -> None:
     args = parser().parse_args([])
     assert (args.shape, args.documents * args.tokens, args.question) == ("llama-8b", 8192, 64)
+    assert args.selectors == list(selectors(0.15, 32))
+
+
+def test_a_selector_that_is_not_known_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--selectors", "reuse,magic"])
+    assert "'magic' is none of deviation" in capsys.readouterr().err

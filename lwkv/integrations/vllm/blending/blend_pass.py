@@ -104,14 +104,14 @@ class BlendPass:
         """Go on with the rows that are always computed, and those that have changed most."""
         scores = self._selector.score(*self._cache.read(layer, self._rows()), *old)
         always = np.isin(self._positions, self._always)
-        on_device = torch.from_numpy(always).to(scores.device)
+        on_device = self._cache.send(always.astype(np.int64)).bool()
         budget = min(max(round(self._reused * share), 1), self._reused)
         if self._selector.threshold is not None:
             budget = min(budget, int(((scores >= self._selector.threshold) & ~on_device).sum()))
         kept = top(scores, on_device, min(len(self._always) + budget, len(always))).cpu().numpy()
         kept = closed(kept, self._positions, MOST_GAP)
         self._positions = self._positions[kept]
-        numbers = torch.from_numpy(kept).to(scores.device)
+        numbers = self._cache.send(kept)
         residual = None if states.residual is None else states.residual[numbers]
         states = States(states.hidden[numbers], residual)
         return self._layers.calls(self._positions, self._layout.prompt.slots), states

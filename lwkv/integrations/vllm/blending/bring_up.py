@@ -65,18 +65,19 @@ def make_blend_worker(
         ConfigError: a model that was not seen, whose layers cannot be called, or give other results so.
     """
     model = _seen(loaded_model(vllm_config))
-    layers, block_size = _layers(model, engine, vllm_config, kv_cache_config)
+    segments = SegmentCache(engine, prefix_ids(settings, encoder(vllm_config.model_config)))
+    rows = PagedRows(segments.connector)
+    layers, block_size = _layers(model, engine, vllm_config, kv_cache_config, rows)
     check_layers, shares = zip(*settings.blend_plan, strict=True)
     selector = Deviation("v", check_layers, shares)
     if selector.layers[-1] >= layers.num_layers:
         raise ConfigError(
             f"blend_check_layers: got {selector.layers}; allowed are layers 1 to {layers.num_layers - 1}"
         )
-    segments = SegmentCache(engine, prefix_ids(settings, encoder(vllm_config.model_config)))
     rope = model_rope(vllm_config.model_config)
     segments.connector.set_rope(rope)
     far = min(int(vllm_config.model_config.max_model_len) - 1, FARTHEST)
-    StartCheck(model, layers, PagedRows(segments.connector), block_size, rope, far).run()
+    StartCheck(model, layers, rows, block_size, rope, far).run()
     log.info(
         "prompts are blended: the layers of %s were tried; shares %s are chosen at layers %s, and segments "
         "are computed behind %d tokens",
@@ -96,7 +97,7 @@ def _seen(model: Any) -> Any:
 
 
 def _layers(
-    model: Any, engine: CacheEngine, vllm_config: Any, kv_cache_config: Any
+    model: Any, engine: CacheEngine, vllm_config: Any, kv_cache_config: Any, rows: PagedRows
 ) -> tuple[ModelLayers, int]:
     """The model's layers, and the tokens of a block."""
     from lwkv.integrations.vllm.blending.layers import ModelLayers
@@ -108,7 +109,7 @@ def _layers(
     limits, device = vllm_config.scheduler_config, engine.connector.device
     most = int(limits.max_num_batched_tokens), int(limits.max_num_seqs)
     decoder = _decoder(model, names, vllm_config)
-    return ModelLayers(decoder, vllm_config, names, spec, device, *most), int(spec.block_size)
+    return ModelLayers(decoder, vllm_config, names, spec, device, *most, rows.send), int(spec.block_size)
 
 
 def model_rope(model_config: Any) -> Rope:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from lwkv.integrations.vllm.blending.calls import Call, States
-from lwkv.integrations.vllm.blending.runs import pieces
+from lwkv.integrations.vllm.blending.runs import Piece, pieces
 from lwkv.platforms.protocol import Int64s
 
 
@@ -27,6 +28,7 @@ class ModelLayers:
         names: of the attention layers, in order, one for each of the decoder's.
         spec: vLLM's, of their caches.
         most_rows, most_runs: that one call may have: vLLM has reserved memory for so many.
+        send: brings a table to the device, in the order of the current stream, without any waiting.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class ModelLayers:
         device: torch.device,
         most_rows: int,
         most_runs: int,
+        send: Callable[[Int64s], Tensor],
     ) -> None:
+        self._send = send
         self._decoder, self._config, self._names = decoder, vllm_config, names
         self._layers: Sequence[nn.Module] = list(decoder.layers)
         self.num_layers = len(self._layers)
@@ -51,9 +55,8 @@ class ModelLayers:
 
     def embed(self, tokens: Int64s) -> States:
         """The states of `tokens` before the first layer."""
-        ids = torch.from_numpy(tokens).to(self.device)
-        parts = [self._decoder.embed_input_ids(part) for part in torch.split(ids, self._most_rows)]
-        return States(torch.cat(parts), None)
+        ids = torch.split(self._send(tokens), self._most_rows)
+        return States(torch.cat([self._decoder.embed_input_ids(part) for part in ids]), None)
 
     def calls(self, positions: Int64s, slots: Int64s) -> list[Call]:
         """Prepare to compute the rows at `positions`, int64 (rows,), ascending, of one sequence.
@@ -62,13 +65,16 @@ class ModelLayers:
             slots: int64 (tokens,), of the sequence's tokens from its first to the last of the rows at least;
                 `block_size` neighbours fill a block in order.
         """
-        blocks = torch.from_numpy((slots[:: self._block_size] // self._block_size).astype(np.int32))
-        blocks = blocks.to(self.device)
-        rows = torch.from_numpy(np.stack([positions, slots[positions]])).to(self.device)
-        return [
-            self._call(positions, rows, blocks, *piece)
-            for piece in pieces(positions, self._most_rows, self._most_runs)
-        ]
+        cuts = list(pieces(positions, self._most_rows, self._most_runs))
+        blocks = slots[:: self._block_size] // self._block_size
+        seen = (positions[cut.ends - 1] + 1 for cut in cuts)
+        tables = [blocks, *chain.from_iterable(zip(map(_bounds, cuts), seen, strict=True))]
+        # Whatever is sent by itself costs the host as much as launching several kernels.
+        sent = self._send(np.concatenate([positions, slots[positions], *map(_padded, tables)]))
+        rows = sent[: 2 * len(positions)].view(2, -1)
+        small = iter(_parts(sent[2 * len(positions) :].int(), [len(table) for table in tables]))
+        on_device = next(small)
+        return [self._call(positions, rows, on_device, cut, next(small), next(small)) for cut in cuts]
 
     def run(self, layer: int, calls: Sequence[Call], states: States) -> States:
         """Compute all rows of a pass in one layer."""
@@ -95,32 +101,50 @@ class ModelLayers:
         return _Context(call, self._config)
 
     def _call(
-        self, positions: Int64s, rows: Tensor, blocks: Tensor, first: int, last: int, ends: Int64s
+        self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: Piece, bounds: Tensor, seen: Tensor
     ) -> Call:
-        starts = np.concatenate([[first], ends[:-1]])
-        lengths = positions[ends - 1] + 1
-        bounds = torch.from_numpy(np.concatenate([starts, ends[-1:]]).astype(np.int32) - np.int32(first))
-        seen = torch.from_numpy(lengths.astype(np.int32)).to(self.device)
+        first, last, ends = cut
+        on_host = _bounds(cut)
         places, slots = rows[0, first:last], rows[1, first:last]
         common = CommonAttentionMetadata(
-            query_start_loc=bounds.to(self.device),
-            query_start_loc_cpu=bounds,
+            query_start_loc=bounds,
+            query_start_loc_cpu=torch.from_numpy(on_host.astype(np.int32)),
             seq_lens=seen,
             num_reqs=len(ends),
             num_actual_tokens=last - first,
-            max_query_len=int((ends - starts).max()),
-            max_seq_len=int(lengths.max()),
+            max_query_len=int(np.diff(on_host).max()),
+            max_seq_len=int(positions[last - 1]) + 1,
             block_table_tensor=blocks[None].expand(len(ends), -1).contiguous(),
             slot_mapping=slots,
             causal=True,
         )
-        metadata = self._builder.build(0, common)
+        # A schedule that FlashAttention makes ahead may be in memory that the next one is made in, too.
+        metadata = self._builder.build(0, common, fast_build=True)
         return Call(
             slice(first, last),
             places,
             dict.fromkeys(self._names, metadata),
             dict.fromkeys(self._names, slots),
         )
+
+
+def _bounds(cut: Piece) -> Int64s:
+    """The first row of each run of a call, and the end, counted from the call's first row."""
+    bounds: Int64s = np.concatenate([[cut.first], cut.ends]) - cut.first
+    return bounds
+
+
+def _padded(table: Int64s) -> Int64s:
+    """With as many zeros as make what follows begin at a multiple of 16 bytes, in int32."""
+    return np.pad(table, (0, -len(table) % 4))
+
+
+def _parts(joined: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
+    """What was padded and joined, one by one."""
+    first = 0
+    for length in lengths:
+        yield joined[first : first + length]
+        first += length + -length % 4
 
 
 class _Context:

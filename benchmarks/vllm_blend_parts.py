@@ -1,0 +1,93 @@
+"""A worker's half of blending in vLLM, taken apart: what it loads, and what it computes, each alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Computing(NamedTuple):
+    """A blend, loads in place: milliseconds to the end, and to the last launch; rows of all layers."""
+
+    ms: float
+    queued_ms: float
+    row_layers: int
+
+
+class Parts:
+    """For the process of an engine, between two of its steps."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._worker: Any = get_kv_transfer_group()._worker._blending
+
+    def select(self, selector: Any) -> None:
+        """Have it choose in another way from now on."""
+        self._worker._selector = selector
+
+    def flush(self) -> bool:
+        """Wait until all that was stored can be found."""
+        return bool(self._worker._segments.engine.flush())
+
+    def counts(self) -> dict[str, float]:
+        """The engine's counters of blending."""
+        stats: dict[str, float] = self._worker._segments.engine.stats()
+        return {name: count for name, count in stats.items() if name.startswith("blend_")}
+
+    def next_order(self, ask: Callable[[], object]) -> Any:
+        """The order of the prompt that `ask` has blended."""
+        orders: list[Any] = []
+        blend = self._worker._blend
+
+        def note(order: Any, loads: Any) -> Any:
+            orders.append(order)
+            return blend(order, loads)
+
+        self._worker._blend = note
+        ask()
+        self._worker._blend = blend
+        (order,) = orders
+        return order
+
+    def load_ms(self, order: Any) -> float:
+        """All loads of a blend, with nothing computed."""
+        segments = self._worker._segments
+        _synchronize()
+        begin = time.perf_counter()
+        retrieval = segments.retrieval(self._worker._loads(order))
+        retrieval.hold()
+        retrieval.open()
+        retrieval.finish()
+        _synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def compute(self, order: Any) -> Computing:
+        """A blend whose loads are in place."""
+        from lwkv.blend.segment_cache import lay_out
+        from lwkv.integrations.vllm.blending.blend_pass import BlendPass
+        from lwkv.integrations.vllm.blending.worker import _prompt
+
+        worker = self._worker
+        loads = worker._loads(order)
+        with_counts = [load.num_tokens - load.request.first for load in loads]
+        layout = lay_out(_prompt(order, order.end), loads, with_counts)
+        selector = worker._selector
+        _synchronize()
+        begin = time.perf_counter()
+        with worker._calling():
+            blend = BlendPass(worker._layers, worker._rows, layout, selector, selector.shares[-1])
+            computed = blend.run(lambda _: None)
+        queued = time.perf_counter()
+        _synchronize()
+        return Computing(
+            1e3 * (time.perf_counter() - begin), 1e3 * (queued - begin), int(computed.row_layers)
+        )
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
