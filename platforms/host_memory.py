@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 PAGE_BYTES = 4096
+HUGE_BYTES = 2 << 20
 # Of linux/mman.h; POPULATE_WRITE came with Linux 5.14.
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
 
@@ -31,17 +32,35 @@ def populate(array: np.ndarray) -> None:
     Page-locking gives them too, but meanwhile the driver is held up, and with it all launches: measured on an
     H200, launches beside page-locking took 8 ms at the median, and as ever beside memory given before.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    advise = libc.madvise
-    advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
     first = -(-array.ctypes.data // PAGE_BYTES) * PAGE_BYTES
     num_bytes = array.ctypes.data + array.nbytes - first
-    advise(first, num_bytes, _HUGEPAGE)
-    # Both calls leave the interpreter to others.
-    if advise(first, num_bytes, _POPULATE_WRITE) and ctypes.get_errno() == errno.EINVAL:
+    ask_for_huge_pages(first, num_bytes)
+    if give(first, num_bytes) == errno.EINVAL:
         # An older system. Where there is no memory, page-locking fails as well, and the pool goes on with
         # what it has: to write to it would have the system end the process.
         ctypes.memset(array.ctypes.data, 0, array.nbytes)
+
+
+def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
+    """Have the system take huge pages for memory that it has not given yet; False where it has none.
+
+    They need memory that begins at a multiple of HUGE_BYTES.
+    """
+    return _advise(address, num_bytes, _HUGEPAGE) == 0
+
+
+def give(address: int, num_bytes: int) -> int:
+    """Have the system give all memory pages of a range now, as a write would; 0, or the error's number.
+
+    That is EINVAL where the system cannot. Other threads of Python go on meanwhile.
+    """
+    return _advise(address, num_bytes, _POPULATE_WRITE)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return ctypes.get_errno() if advise(address, num_bytes, advice) else 0
 
 
 def call_at_end(array: np.ndarray, work: Callable[[object], object]) -> None:

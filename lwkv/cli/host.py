@@ -11,13 +11,14 @@ import time
 from lwkv.cli.demo.progress import say
 from lwkv.errors import ConfigError
 from lwkv.platforms.host_limits import read_limits
+from lwkv.platforms.host_memory import HUGE_BYTES
 from lwkv.pool.memory_limits import gib
-from lwkv.shared_host.memfd import HUGE_BYTES, fill, make_slab
+from lwkv.shared_host.memfd import fill, make_slab
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.server import Server, Slab
 from lwkv.shared_host.socket_path import default_path
 
-MOST_THREADS = 16
+MOST_THREADS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,11 +49,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         begun = time.monotonic()
         slab = make_slab(num_bytes, args.huge_pages)
-        fill(slab, num_bytes, args.threads)
+        huge_pages = fill(slab, num_bytes, args.threads)
         server = Server(address, Slab(slab, num_bytes))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
-        say(f"lwkv host: {gib(num_bytes)} at {args.socket}, ready after {time.monotonic() - begun:.1f} s")
+        taken_s = time.monotonic() - begun
+        say(
+            f"lwkv host: {gib(num_bytes)} ({gib(huge_pages)} in huge pages) at {args.socket}, ready after "
+            f"{taken_s:.1f} s"
+        )
         server.serve()
     finally:
         address.close()

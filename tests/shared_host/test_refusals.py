@@ -22,7 +22,8 @@ from lwkv.shared_host.client.keeper import Waker
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.greeting import Hello
-from lwkv.shared_host.memfd import is_sealed, make_slab, map_slab
+from lwkv.shared_host.mapping import map_slab
+from lwkv.shared_host.memfd import is_sealed, make_slab
 from lwkv.shared_host.owner import server
 from lwkv.shared_host.owner.address import Address
 from lwkv.storage import Chunk
@@ -152,7 +153,7 @@ def test_memory_is_sealed_and_one_that_is_not_is_refused(path: Path, monkeypatch
     assert is_sealed(slab)
     with pytest.raises(OSError, match="Operation not permitted"):
         os.ftruncate(slab, 4096)
-    with pytest.raises(ValueError, match="size"):
+    with pytest.raises(ValueError, match="has 8192 bytes"):
         map_slab(slab, 16384)
     os.close(slab)
     plain = os.memfd_create("plain")

@@ -14,7 +14,8 @@ from lwkv.errors import ConfigError, LwkvError
 from lwkv.shared_host.client.connection import Connection
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.greeting import Hello, Welcome, read, write
-from lwkv.shared_host.memfd import is_sealed, map_slab
+from lwkv.shared_host.mapping import map_slab
+from lwkv.shared_host.memfd import is_sealed
 from lwkv.shared_host.process import peer_of
 from lwkv.shared_host.protocol import Frames, Message, Op, ProtocolError, pack
 from lwkv.shared_host.socket_path import check_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -16,9 +17,12 @@ from lwkv.platforms import Int64s, Platform
 from lwkv.platforms.host_memory import no_memory
 from lwkv.pool.host_pool import FIRST_REST_S, HostPool, page_stride
 from lwkv.shared_host.client.session import Pinned, Session
+from lwkv.shared_host.mapping import give_by_threads
 from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
+
+MAPPING_THREADS = min(8, os.cpu_count() or 1)
 
 
 class _Left(NamedTuple):
@@ -299,6 +303,8 @@ class NodePool(HostPool):
         # A storage of its own: a tier that registers memory is to take what is page-locked, not all of it.
         whole = session.memory.numpy()
         slab = torch.from_numpy(whole[start * self.page_stride : end * self.page_stride])
+        # Mapped before: page-locking would do it with one thread, and hold the driver up meanwhile.
+        give_by_threads(slab, MAPPING_THREADS)
         if not self._platform.host_register(slab):
             raise no_memory(slab.nbytes)
         with self._lock:
