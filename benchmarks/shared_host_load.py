@@ -15,17 +15,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lwkv.benchmarks.bed import Bed
+from lwkv.benchmarks.bed import Bed, Slots
 from lwkv.benchmarks.shapes import SHAPES
 from lwkv.benchmarks.timing import alternate_ms
+from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
 from lwkv.platforms import detect_platform
 from lwkv.pool.host_pool import PAGE_ALIGNMENT
 from lwkv.shared_host.client.connecting import NoOwnerError
 from lwkv.shared_host.client.status import read_status
+from lwkv.shared_host.mapping import HUGE_LINES
 
 GATE = 0.98
 """The least that the speed from a node's memory may be of that from own memory."""
@@ -73,7 +76,10 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
         "ratio": ratio,
         "gate": GATE,
         "passed": right and ratio >= GATE,
-        "start_s": {kind: [run["start_s"] for run in runs] for kind, runs in found.items()},
+        **{
+            name: {kind: [run[name] for run in runs] for kind, runs in found.items()}
+            for name in ("start_s", "locked_s", "pinned_load_ms", "pin_ms", "huge_page_share")
+        },
         "runs": found,
     }
 
@@ -160,22 +166,74 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     ) as bed:
         start_s = time.monotonic() - begun
         bed.engine.wait_for_memory(600.0)
+        locked_s = time.monotonic() - begun
         bed.fill()
         tokens = bed.new_prompt()
         bed.keep(tokens)
         print("ready", flush=True)
         sys.stdin.readline()
         [times] = alternate_ms(platform, device, [lambda: bed.load(tokens)], args.repeats, bed.clear_target)
+        right = bed.places_agree()
+        pinned = _pinned_load_ms(bed, tokens, args.repeats)
+        right = right and bed.places_agree()
         moved = shape.num_layers * args.tokens * shape.token_bytes
         median = statistics.median(times)
-        right = bed.places_agree()
-    return {
-        "device": args.device,
-        "start_s": start_s,
-        "load_ms": median,
-        "load_gb_s": moved / median / 1e6,
-        "bytes_are_right": right,
-    }
+        return {
+            "device": args.device,
+            "start_s": start_s,
+            "locked_s": locked_s,
+            "load_ms": median,
+            "load_gb_s": moved / median / 1e6,
+            "pinned_load_ms": pinned,
+            "pin_ms": _pin_ms(bed, tokens, args.repeats),
+            "huge_page_share": _huge_page_share(),
+            "bytes_are_right": right,
+        }
+
+
+def _pinned_load_ms(bed: Bed, tokens: Slots, repeats: int) -> float:
+    """A load of chunks that were pinned before its time: the copies, without looking for anything."""
+    context, keys = bed.engine.parts(), bed.engine.keys(tokens)
+    pinned: list[PinnedChunks] = []
+    slots = torch.from_numpy(bed.target).to(bed.device)
+
+    def pin() -> None:
+        bed.clear_target()
+        bed.flush()  # what was pinned before is given back
+        pinned[:] = [PinnedChunks(keys, context.storage.host.pin_prefix(keys), slots)]
+
+    def load() -> None:
+        current = bed.platform.current_stream(bed.device)
+        PinnedLoad(context, pinned, lambda stream: bed.platform.wait_stream(stream, current)).finish()
+
+    [times] = alternate_ms(bed.platform, bed.device, [load], repeats, pin)
+    bed.flush()
+    return statistics.median(times)
+
+
+def _pin_ms(bed: Bed, tokens: Slots, repeats: int) -> float:
+    """How long the host looks for all chunks and pins them, after it and the owner have been idle."""
+    host, keys, times = bed.engine.parts().storage.host, bed.engine.keys(tokens), []
+    for _ in range(repeats):
+        time.sleep(0.02)  # as long as a load, in which the owner sleeps
+        begun = time.perf_counter()
+        chunks = host.pin_prefix(keys)
+        times.append(1e3 * (time.perf_counter() - begun))
+        host.unpin(chunks)
+    return statistics.median(times)
+
+
+def _huge_page_share() -> float | None:
+    """How much of the owner's memory is mapped in huge pages here; None where none of it is mapped."""
+    size = huge = 0
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[0] in "0123456789abcdef":
+            is_inside = "memfd:lwkv-host" in line
+        elif is_inside and line.startswith(("Size:", *HUGE_LINES)):
+            kib = int(line.split()[1])
+            size, huge = (size + kib, huge) if line.startswith("Size:") else (size, huge + kib)
+    return huge / size if size else None
 
 
 if __name__ == "__main__":

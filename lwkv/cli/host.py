@@ -8,7 +8,6 @@ import os
 import signal
 import time
 
-from lwkv.cli.demo.progress import say
 from lwkv.errors import ConfigError
 from lwkv.platforms.host_limits import read_limits
 from lwkv.platforms.host_memory import HUGE_BYTES
@@ -17,6 +16,8 @@ from lwkv.shared_host.memfd import fill, make_slab
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.server import Server, Slab
 from lwkv.shared_host.socket_path import default_path
+
+log = logging.getLogger(__name__)
 
 MOST_THREADS = 32
 
@@ -53,10 +54,12 @@ def run(args: argparse.Namespace) -> int:
         server = Server(address, Slab(slab, num_bytes))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
-        taken_s = time.monotonic() - begun
-        say(
-            f"lwkv host: {gib(num_bytes)} ({gib(huge_pages)} in huge pages) at {args.socket}, ready after "
-            f"{taken_s:.1f} s"
+        log.info(
+            "%s of host memory at %s, taken in %.1f s, %s of it in huge pages",
+            gib(num_bytes),
+            args.socket,
+            time.monotonic() - begun,
+            gib(huge_pages),
         )
         server.serve()
     finally:

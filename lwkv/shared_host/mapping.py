@@ -18,7 +18,7 @@ GIVE_BYTES = 128 << 20
 """What one thread has the system give at a time."""
 
 _NO_ACCESS, _FIXED, _NO_RESERVE = 0, 0x10, 0x4000  # of linux/mman.h
-_HUGE_LINES = ("ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:")
+HUGE_LINES = ("ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:")
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -43,7 +43,7 @@ def map_slab(slab: int, num_bytes: int) -> torch.Tensor:
         _unmap(reserved, room)
         raise
     ask_for_huge_pages(start, num_bytes)
-    memory = np.frombuffer((ctypes.c_ubyte * num_bytes).from_address(start), np.uint8)
+    memory = np.ctypeslib.as_array((ctypes.c_ubyte * num_bytes).from_address(start))
     # At exit tensors are still in use, and the process takes its memory with it.
     weakref.finalize(memory, _unmap, reserved, room).atexit = False
     return torch.from_numpy(memory)
@@ -67,7 +67,7 @@ def huge_bytes(memory: torch.Tensor) -> int:
         for line in lines:
             if line[0] in "0123456789abcdef":
                 is_inside = line.startswith(begin)
-            elif is_inside and line.startswith(_HUGE_LINES):
+            elif is_inside and line.startswith(HUGE_LINES):
                 found += 1024 * int(line.split()[1])
     return found
 

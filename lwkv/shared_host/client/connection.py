@@ -13,7 +13,10 @@ from contextlib import suppress
 
 from lwkv.shared_host.protocol import Frames, Message, Op, ProtocolError, pack
 
-READ_BYTES = 1 << 20
+READ_BYTES = 64 << 10
+AWAKE_S = 0.0005
+"""Seconds that a request looks for its reply before it sleeps: to be woken takes as long as a reply."""
+
 MOST_REQUESTS = 2**32 - 1
 """After so many their numbers begin again."""
 Late = Callable[[Message], object]
@@ -129,17 +132,20 @@ class Connection:
         return reply
 
     def _reply(self, number: int, deadline: float) -> Message | None:
-        poll = select.poll()
+        poll, awake_until = select.poll(), min(deadline, time.monotonic() + AWAKE_S)
         while True:
             self._send()
-            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(1000 * left):
-                return None
             for message in self._receive():
                 if message.number != number:
                     raise ProtocolError(f"got a reply to {message.number}, expected one to {number}")
                 return message
+            if time.monotonic() < awake_until:
+                os.sched_yield()  # the owner may be waiting for this core
+                continue
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(1000 * left):
+                return None
 
     def _send(self) -> None:
         while self._outbox:

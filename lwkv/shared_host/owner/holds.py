@@ -25,8 +25,8 @@ class Holds:
         self._held[pages] += 1
 
     def add(self, pages: Int64s) -> None:
-        """Hold `pages`, each named once, once more."""
-        self._pages.share(pages)
+        """Hold `pages` of chunks, each named once, once more."""
+        self._pages.add(pages)
         self._held[pages] += 1
 
     def require(self, pages: Int64s) -> None:

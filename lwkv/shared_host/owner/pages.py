@@ -51,6 +51,10 @@ class NodePages:
         """Which of `pages`, of any shape, have several references."""
         return self._counts.shared(pages)
 
+    def add(self, pages: Int64s) -> None:
+        """Add one reference to each of `pages`, which are in use, each named once."""
+        self._counts.add(pages)
+
     def share(self, pages: Int64s) -> None:
         """Add one reference to each of `pages`. Raises ValueError as `release`."""
         self._counts.share(pages)

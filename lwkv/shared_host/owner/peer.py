@@ -11,7 +11,7 @@ from lwkv.shared_host.owner.index import Client
 from lwkv.shared_host.process import watch
 from lwkv.shared_host.protocol import Frames, Message, Op, pack
 
-READ_BYTES = 1 << 20
+READ_BYTES = 64 << 10
 MOST_WAITING = 8 << 20
 """Bytes of replies that wait for a client; one that does not read them is not read from."""
 
