@@ -15,6 +15,9 @@ from lwkv.platforms import Platform
 # q (n, heads, size), k and v (N, kv heads, size), positions int64 (n,) ascending: same shape as q.
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+# What `attend_paged` takes.
+AttendPaged: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor], None]
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Let row i of q, at `positions[i]`, see the keys 0 to `positions[i]`, whatever rows are left out.
@@ -36,6 +39,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out[0].transpose(0, 1)
+
+
+def attend_paged(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, blocks: Tensor, scale: float, out: Tensor
+) -> None:
+    """Let row i of q see the tokens 0 to `positions[i]` of a prompt whose KV is in blocks of a paged cache.
+
+    Args:
+        q: (n, heads, size).
+        k, v: (num blocks, block size, kv heads, size), of one layer; any strides but 1 in `size`.
+        positions: int64 (n,), ascending.
+        blocks: int32 (m,), of the prompt's tokens in order, up to the last position at least.
+        scale: of the products of queries and keys, before the softmax.
+        out: (n, heads, size), contiguous, is written.
+    """
+    count = int(positions[-1]) + 1
+    keys, values = (part[blocks.long()].flatten(0, 1)[:count] for part in (k, v))
+    own_scale = q.shape[-1] ** -0.5
+    out.copy_(attend(q * (scale / own_scale), keys, values, positions))
+
+
+def choose_attend_paged(platform: Platform) -> AttendPaged | None:
+    """Give Triton's kernel where the platform's features have Triton, nothing elsewhere."""
+    if not platform.features.triton:
+        return None
+    from lwkv.blend import triton_attention
+
+    return triton_attention.attend_paged
 
 
 def choose_attend(platform: Platform) -> Attend:

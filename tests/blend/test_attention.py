@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwkv.blend.attention import attend, attention_paid, choose_attend
+from lwkv.blend.attention import (
+    attend,
+    attend_paged,
+    attention_paid,
+    choose_attend,
+    choose_attend_paged,
+)
 from lwkv.platforms import Platform
 
 CASES = [(5, 23, 6, 2, 10), (70, 200, 4, 4, 16), (130, 300, 8, 2, 64), (1, 77, 4, 1, 32), (40, 40, 2, 1, 8)]
@@ -72,3 +78,41 @@ def test_attention_paid_is_that_of_the_row_that_pays_most(
     wanted = weights(q, k, positions).amax(0).mean(0).float()
     found = attention_paid(q.to(device), k.to(device), positions.to(device)).cpu()
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def paged(k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same keys and values in blocks anywhere, NaN in all other rows; and the blocks' numbers."""
+    count = -(-len(k) // block)
+    blocks = torch.randperm(2 * count + 1, generator=torch.Generator().manual_seed(9))[:count]
+    cache = torch.full((2 * count + 1, 2, block, *k.shape[1:]), torch.nan, dtype=k.dtype)
+    for token in range(len(k)):
+        cache[blocks[token // block], :, token % block] = torch.stack((k[token], v[token]))
+    return cache[:, 0], cache[:, 1], blocks.to(torch.int32)
+
+
+@pytest.mark.parametrize("block", [1, 5, 16])
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_see_the_same_in_blocks_of_a_paged_cache(
+    case: tuple[int, ...], block: int, dtype: torch.dtype, platform: Platform, device: torch.device
+) -> None:
+    q, k, v, positions = drawn(case, dtype)
+    wanted = attend(q.float(), k.float(), v.float(), positions)
+    # Nothing behind the last row is read: it may be anything.
+    seen = int(positions[-1]) + 1
+    k_blocks, v_blocks, blocks = (t.to(device) for t in paged(k[:seen], v[:seen], block))
+    for way in (attend_paged, choose_attend_paged(platform) or attend_paged):
+        out = torch.empty(q.shape, dtype=dtype, device=device)
+        way(q.to(device), k_blocks, v_blocks, positions.to(device), blocks, q.shape[-1] ** -0.5, out)
+        near = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(out.float().cpu(), wanted, rtol=near, atol=near)
+
+
+def test_the_scale_is_the_callers(platform: Platform, device: torch.device) -> None:
+    q, k, v, positions = drawn(CASES[2])
+    wanted = attend(q * 3.0, k, v, positions)
+    k_blocks, v_blocks, blocks = (t.to(device) for t in paged(k, v, 5))
+    out = torch.empty(q.shape, device=device)
+    way = choose_attend_paged(platform) or attend_paged
+    way(q.to(device), k_blocks, v_blocks, positions.to(device), blocks, 3 * q.shape[-1] ** -0.5, out)
+    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-4, atol=1e-5)

@@ -13,7 +13,9 @@ from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, CHUNK, Answer, Engine, assert_same, prompt, started, with_lwkv
 
 from lwkv.blend import Blender, BlendRequest, Deviation, NoTokens
+from lwkv.blend.attention import attend_paged
 from lwkv.config.settings import Config
+from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
 from lwkv.reference import PagedCache, load_hf_folder, open_cache_engine
 from lwkv.reference.blending import ReferenceBlend
 
@@ -116,6 +118,36 @@ def test_without_tokens_computed_again_it_equals_plain_reuse(
     assert token == int(wanted.argmax())
     assert abs(found.logprobs[0] - float(wanted[token])) < 1e-3
     assert plain.ask([asked.ids], 1)[0].logprobs[0] != pytest.approx(found.logprobs[0], abs=1e-3)
+
+
+def test_rows_that_lwkv_attends_to_give_what_vllms_own_attention_gives(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices with a kernel for rows that stand far apart; here in torch, for every call."""
+    parts = documents(11, 90, 104, 71)
+    encode(engine, parts)
+    compute_again(engine, 0.3)
+    asked = Documents([parts[1], parts[2], parts[0]], prompt(111, 30))
+    wanted = ask(engine, [asked])
+    layers, num_calls = engine.worker._blending._layers, 0
+
+    def attend(*tensors: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        attend_paged(*tensors)
+
+    known = layers._config.compilation_config.static_forward_context
+    modules = [known[name] for name in layers._names]
+    assert all(map(is_plain, modules))
+    own = [module.impl for module in modules]
+    by_rows = RowAttentions(modules, engine.worker.engine.connector.layers, attend)
+    monkeypatch.setattr(layers, "row_attentions", by_rows)
+    monkeypatch.setattr("lwkv.integrations.vllm.blending.row_attention.FEWEST_RUNS", 1)
+    monkeypatch.setattr("lwkv.integrations.vllm.blending.row_attention.ROWS_OF_A_RUN", 1000)
+    engine.forget()
+    assert_same(ask(engine, [asked]), wanted)
+    assert num_calls == layers.num_layers
+    assert [module.impl for module in modules] == own
 
 
 def reused_plainly(llama: Path, parts: Sequence[list[int]], asked: Documents) -> Any:

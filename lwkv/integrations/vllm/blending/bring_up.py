@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from lwkv.blend.attention import choose_attend_paged
 from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.blend.selector import Deviation
@@ -17,6 +18,7 @@ from lwkv.integrations.vllm.blending.plan import BlendSizes
 from lwkv.integrations.vllm.blending.planner import BlendPlanner
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
 from lwkv.integrations.vllm.blending.refusals import refuse_backend
+from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
 from lwkv.integrations.vllm.blending.tokenizer import encoder, find_separator, prefix_ids
 from lwkv.integrations.vllm.blending.worker import BlendWorker
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
@@ -109,7 +111,19 @@ def _layers(
     limits, device = vllm_config.scheduler_config, engine.connector.device
     most = int(limits.max_num_batched_tokens), int(limits.max_num_seqs)
     decoder = _decoder(model, names, vllm_config)
-    return ModelLayers(decoder, vllm_config, names, spec, device, *most, rows.send), int(spec.block_size)
+    by_rows = _row_attentions(engine, vllm_config, names)
+    layers = ModelLayers(decoder, vllm_config, names, spec, device, *most, rows.send, by_rows)
+    return layers, int(spec.block_size)
+
+
+def _row_attentions(engine: CacheEngine, vllm_config: Any, names: list[str]) -> RowAttentions | None:
+    """lwkv's kernel for all layers, where the device and the layers' attention allow it."""
+    attend, caches = choose_attend_paged(engine.connector.platform), engine.connector.layers
+    known = vllm_config.compilation_config.static_forward_context
+    modules = [known[name] for name in names]
+    if attend is None or not all(map(is_plain, modules)):
+        return None
+    return RowAttentions(modules, caches, attend)
 
 
 def model_rope(model_config: Any) -> Rope:

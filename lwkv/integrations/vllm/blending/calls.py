@@ -25,13 +25,14 @@ class Call:
     Attributes:
         rows: which of the pass.
         positions: int64 (rows,), on the device.
-        metadata, slots: as vLLM's forward context has them, by the name of an attention layer.
+        context: vLLM's forward context; making one costs the host more than a layer's kernel.
+        by_rows: whether lwkv's kernel computes the attention.
     """
 
     rows: slice
     positions: Tensor
-    metadata: dict[str, Any]
-    slots: dict[str, Tensor]
+    context: Any
+    by_rows: bool
 
 
 class Layers(Protocol):

@@ -82,11 +82,13 @@ class StartCheck:
     def _check_apart(self, own: Tensor) -> None:
         """All but the second token, in two runs over the keys of all."""
         rows = np.array([0, 2, 3], np.int64)
-        self._require_near(
-            "tokens that are computed apart over cached keys differ from those of a prompt",
-            *(self._walk(rows), own[torch.from_numpy(rows).to(own.device)]),
-            max(TOLERANCE.get(own.dtype, 0.0), self._rounding(own.dtype)),
-        )
+        wanted = own[torch.from_numpy(rows).to(own.device)]
+        allowed = max(TOLERANCE.get(own.dtype, 0.0), self._rounding(own.dtype))
+        what = "tokens that are computed apart over cached keys differ from those of a prompt"
+        self._require_near(what, self._walk(rows, by_rows=False), wanted, allowed)
+        if self._layers.row_attentions is not None:
+            found = self._walk(rows, by_rows=True)
+            self._require_near(f"{what}, by lwkv's kernel", found, wanted, allowed)
 
     def _check_rope(self) -> None:
         """A key that is moved is the key that the model computes there, in every layer.
@@ -126,8 +128,8 @@ class StartCheck:
             self._refuse(f"its forward pass returns {type(hidden).__name__}, not the states of its tokens")
         return hidden.clone()
 
-    def _walk(self, positions: Int64s) -> Tensor:
-        calls = self._layers.calls(positions, self._slots)
+    def _walk(self, positions: Int64s, by_rows: bool | None = None) -> Tensor:
+        calls = self._layers.calls(positions, self._slots, by_rows)
         states: States = self._layers.embed(self._tokens[positions])
         for layer in range(self._layers.num_layers):
             states = self._layers.run(layer, calls, states)

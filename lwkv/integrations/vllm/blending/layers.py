@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from lwkv.integrations.vllm.blending.calls import Call, States
+from lwkv.integrations.vllm.blending.row_attention import RowAttentions, RowMetadata, is_better
 from lwkv.integrations.vllm.blending.runs import Piece, pieces
 from lwkv.platforms.protocol import Int64s
 
@@ -29,6 +31,7 @@ class ModelLayers:
         spec: vLLM's, of their caches.
         most_rows, most_runs: that one call may have: vLLM has reserved memory for so many.
         send: brings a table to the device, in the order of the current stream, without any waiting.
+        row_attentions: for rows that stand far apart; None where vLLM's attention computes them all.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class ModelLayers:
         most_rows: int,
         most_runs: int,
         send: Callable[[Int64s], Tensor],
+        row_attentions: RowAttentions | None = None,
     ) -> None:
+        self.row_attentions = row_attentions
         self._send = send
         self._decoder, self._config, self._names = decoder, vllm_config, names
         self._layers: Sequence[nn.Module] = list(decoder.layers)
@@ -58,14 +63,19 @@ class ModelLayers:
         ids = torch.split(self._send(tokens), self._most_rows)
         return States(torch.cat([self._decoder.embed_input_ids(part) for part in ids]), None)
 
-    def calls(self, positions: Int64s, slots: Int64s) -> list[Call]:
+    def calls(self, positions: Int64s, slots: Int64s, by_rows: bool | None = None) -> list[Call]:
         """Prepare to compute the rows at `positions`, int64 (rows,), ascending, of one sequence.
 
         Args:
             slots: int64 (tokens,), of the sequence's tokens from its first to the last of the rows at least;
                 `block_size` neighbours fill a block in order.
+            by_rows: whether `row_attentions` compute them; None: where that is faster.
         """
-        cuts = list(pieces(positions, self._most_rows, self._most_runs))
+        cuts = list(pieces(positions, self._most_rows, len(positions)))
+        if by_rows is None:
+            by_rows = self.row_attentions is not None and any(is_better(cut.ends, cut.first) for cut in cuts)
+        if not by_rows:
+            cuts = list(pieces(positions, self._most_rows, self._most_runs))
         blocks = slots[:: self._block_size] // self._block_size
         seen = (positions[cut.ends - 1] + 1 for cut in cuts)
         tables = [blocks, *chain.from_iterable(zip(map(_bounds, cuts), seen, strict=True))]
@@ -74,7 +84,8 @@ class ModelLayers:
         rows = sent[: 2 * len(positions)].view(2, -1)
         small = iter(_parts(sent[2 * len(positions) :].int(), [len(table) for table in tables]))
         on_device = next(small)
-        return [self._call(positions, rows, on_device, cut, next(small), next(small)) for cut in cuts]
+        make = self._call_by_rows if by_rows else self._call
+        return [make(positions, rows, on_device, cut, next(small), next(small)) for cut in cuts]
 
     def run(self, layer: int, calls: Sequence[Call], states: States) -> States:
         """Compute all rows of a pass in one layer."""
@@ -96,9 +107,13 @@ class ModelLayers:
             # Its kernels write to what they are given, which nobody needs any more.
             return States(*self._layers[layer](call.positions, states.hidden[call.rows], residual))
 
-    def forward_context(self, call: Call) -> Any:
+    def forward_context(self, call: Call) -> AbstractContextManager[Any]:
         """vLLM's forward context for the rows of a call, whatever runs in it."""
-        return _Context(call, self._config)
+        both = ExitStack()
+        both.enter_context(override_forward_context(call.context))
+        if call.by_rows and self.row_attentions is not None:
+            both.enter_context(self.row_attentions.in_place())
+        return both
 
     def _call(
         self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: Piece, bounds: Tensor, seen: Tensor
@@ -119,13 +134,30 @@ class ModelLayers:
             causal=True,
         )
         # A schedule that FlashAttention makes ahead may be in memory that the next one is made in, too.
-        metadata = self._builder.build(0, common, fast_build=True)
-        return Call(
-            slice(first, last),
-            places,
+        return self._made(cut, places, slots, self._builder.build(0, common, fast_build=True))
+
+    def _call_by_rows(
+        self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: Piece, bounds: Tensor, seen: Tensor
+    ) -> Call:
+        del positions, bounds, seen
+        places, slots = rows[0, cut.first : cut.last], rows[1, cut.first : cut.last]
+        return self._made(cut, places, slots, RowMetadata(places, blocks), by_rows=True)
+
+    def _made(
+        self, cut: Piece, positions: Tensor, slots: Tensor, metadata: Any, by_rows: bool = False
+    ) -> Call:
+        context = set_forward_context(
             dict.fromkeys(self._names, metadata),
-            dict.fromkeys(self._names, slots),
+            self._config,
+            num_tokens=len(positions),
+            slot_mapping=dict.fromkeys(self._names, slots),
+            skip_compiled=True,
         )
+        with context:
+            kept = get_forward_context()
+        # Experts are known by their names: else each takes the next name of a list, as in a pass over all.
+        kept.all_moe_layers = None
+        return Call(slice(cut.first, cut.last), positions, kept, by_rows)
 
 
 def _bounds(cut: Piece) -> Int64s:
@@ -145,24 +177,3 @@ def _parts(joined: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
     for length in lengths:
         yield joined[first : first + length]
         first += length + -length % 4
-
-
-class _Context:
-    """vLLM's forward context for one call, in which experts are known by their names."""
-
-    def __init__(self, call: Call, vllm_config: Any) -> None:
-        self._context = set_forward_context(
-            call.metadata,
-            vllm_config,
-            num_tokens=len(call.positions),
-            slot_mapping=call.slots,
-            skip_compiled=True,
-        )
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-        # Else each takes the next name of a list, as in a pass over all layers.
-        get_forward_context().all_moe_layers = None
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)

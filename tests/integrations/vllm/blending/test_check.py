@@ -34,24 +34,30 @@ class Layers:
         self.model, self._rows = ReferenceBlend(bench.model), rows
         self.num_layers, self.device = self.model.num_layers, torch.device("cpu")
         self.unturned: int | None = None
+        self.row_attentions: object | None = None
+        self.num_by_rows, self.kernel_is_off_by = 0, 1.0
         self.spoils: Callable[[int, Tensor], Tensor] = lambda layer, hidden: hidden
 
     def embed(self, tokens: Int64s) -> States:
         return States(self.model.embed(torch.from_numpy(tokens)), None)
 
-    def calls(self, positions: Int64s, slots: Int64s) -> list[Call]:
+    def calls(self, positions: Int64s, slots: Int64s, by_rows: bool | None = None) -> list[Call]:
         there = torch.from_numpy(positions)
-        return [Call(slice(0, len(positions)), there, {"at": positions}, {"all": torch.from_numpy(slots)})]
+        return [Call(slice(0, len(positions)), there, (positions, slots), bool(by_rows))]
 
     def run(self, layer: int, calls: Sequence[Call], states: States) -> States:
         (call,) = calls
-        at, slots = call.metadata["at"], call.slots["all"].numpy()
+        at, slots = call.context
         turned = call.positions if layer != self.unturned else torch.zeros_like(call.positions)
         q, k, v = self.model.project(layer, states.hidden, self.model.angles(turned, 100))
         self._rows.write(layer, self._rows.at(self._rows.send(slots[at])), k, v)
         seen = slots[: int(at[-1]) + 1]
         keys, values = self._rows.read(layer, self._rows.at(self._rows.send(seen)))
-        hidden = self.model.finish(layer, states.hidden, attend(q, keys, values, torch.from_numpy(at)))
+        attended = attend(q, keys, values, torch.from_numpy(at))
+        if call.by_rows:
+            self.num_by_rows += 1
+            attended = attended * self.kernel_is_off_by
+        hidden = self.model.finish(layer, states.hidden, attended)
         return States(self.spoils(layer, hidden), None)
 
     def finish(self, states: States) -> Tensor:
@@ -129,6 +135,17 @@ def test_more_than_rounding_is_refused_with_what_was_found_and_what_is_allowed(r
     in_bfloat16(rig, 0.03)
     allowed = 2**-7 * 6**0.5
     with pytest.raises(ConfigError, match=f"the largest difference is .* {allowed:.3g} of the largest value"):
+        rig.run()
+
+
+def test_the_kernel_for_rows_that_stand_apart_is_tried_where_there_is_one(rig: Rig) -> None:
+    rig.run()
+    assert rig.layers.num_by_rows == 0
+    rig.layers.row_attentions = object()
+    rig.run()
+    assert rig.layers.num_by_rows == rig.layers.num_layers
+    rig.layers.kernel_is_off_by = 1.1
+    with pytest.raises(ConfigError, match="differ from those of a prompt, by lwkv's kernel: the largest"):
         rig.run()
 
 
