@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ class Conversations:
         more: tokens that each later prompt has behind those of the one before.
         answer: tokens that are generated for each.
         at_once: prompts that are answered at a time.
+        only: conversation and turn of those that are asked, in this order; all of them by default.
     """
 
     conversations: int
@@ -29,6 +31,13 @@ class Conversations:
     more: int
     answer: int
     at_once: int
+    only: Sequence[tuple[int, int]] | None = None
+
+    def asked(self) -> Iterator[tuple[int, int]]:
+        """Conversation and turn of what is asked, in order."""
+        if self.only is not None:
+            return ((talk, turn) for talk, turn in self.only)
+        return ((talk, turn) for turn in range(self.turns) for talk in range(self.conversations))
 
     @property
     def longest(self) -> int:
@@ -76,9 +85,7 @@ class Conversing:
     def __init__(self, server: Serves, plan: Conversations) -> None:
         self._server = server
         self._plan = plan
-        self._waiting = deque(
-            (talk, turn) for turn in range(plan.turns) for talk in range(plan.conversations)
-        )
+        self._waiting = deque(plan.asked())
         self._asked: dict[str, tuple[tuple[int, int], float, int]] = {}
         self._result = Conversed()
 

@@ -35,8 +35,9 @@ class Shape:
 
 LLAMA_8B = Shape("llama-8b", 32, 8, 128, 32, 4096, 14336)
 DEEPSEEK_V3 = Shape("deepseek-v3", 61, 1, 576, 128, 7168, 18432, use_mla=True)
+DEEPSEEK_V2_LITE = Shape("deepseek-v2-lite", 27, 1, 576, 16, 2048, 10944, use_mla=True)
 TINY = Shape("tiny", 8, 2, 64, 2, 128, 256, dtype=torch.float32, chunk_size=64)
-SHAPES = {shape.name: shape for shape in (LLAMA_8B, DEEPSEEK_V3, TINY)}
+SHAPES = {shape.name: shape for shape in (LLAMA_8B, DEEPSEEK_V3, DEEPSEEK_V2_LITE, TINY)}
 
 
 def mla_of(shape: Shape) -> Shape:

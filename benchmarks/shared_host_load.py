@@ -11,23 +11,20 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lwkv.benchmarks.bed import Bed, Slots
+from lwkv.benchmarks.owner import owner_of
 from lwkv.benchmarks.shapes import SHAPES
 from lwkv.benchmarks.timing import alternate_ms
 from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
 from lwkv.platforms import detect_platform
 from lwkv.pool.host_pool import PAGE_ALIGNMENT
-from lwkv.shared_host.client.connecting import NoOwnerError
-from lwkv.shared_host.client.status import read_status
 from lwkv.shared_host.mapping import HUGE_LINES
 
 GATE = 0.98
@@ -60,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(args: argparse.Namespace) -> dict[str, Any]:
-    with _owner(args.gib) as (path, owner_s):
+    with owner_of(args.gib) as (path, owner_s):
         found: dict[str, list[dict[str, Any]]] = {OWN: [], NODE: []}
         for _ in range(args.rounds):
             for kind, results in found.items():
@@ -82,33 +79,6 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
         },
         "runs": found,
     }
-
-
-@contextmanager
-def _owner(gib: float) -> Iterator[tuple[str, float]]:
-    """An owner in a process of its own: its socket, and the seconds until it answered with all its memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, begun = f"{folder}/host.sock", time.monotonic()
-        command = [sys.executable, "-m", "lwkv", "host", "--size", str(gib), "--socket", path]
-        owner = subprocess.Popen(command)
-        try:
-            while not _answers(path):
-                if owner.poll() is not None:
-                    raise RuntimeError(f"the owner of host memory ended with {owner.returncode}")
-                time.sleep(0.01)
-            yield path, time.monotonic() - begun
-        finally:
-            owner.terminate()
-            owner.wait()
-
-
-def _answers(path: str) -> bool:
-    """Whether an owner answers: it listens before it has its memory."""
-    try:
-        read_status(path)
-    except NoOwnerError:
-        return False
-    return True
 
 
 def _together(args: argparse.Namespace, kind: str, path: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -158,10 +158,17 @@ def _lwkv_settings(mode: str, host_gib: float, folder: Path) -> dict[str, Any]:
 class Engine:
     """A vLLM in a process of its own, and how long it took to start."""
 
-    def __init__(self, mode: str, arguments: dict[str, Any], packages: Path) -> None:
+    def __init__(
+        self,
+        mode: str,
+        arguments: dict[str, Any],
+        packages: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         begin = time.perf_counter()
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(packages)]))
-        self._child = Child(mode, "lwkv.benchmarks.vllm_load", arguments, {"PYTHONPATH": path})
+        own = {"PYTHONPATH": path, **(environment or {})}
+        self._child = Child(mode, "lwkv.benchmarks.vllm_load", arguments, own)
         self.start_s = time.perf_counter() - begin
 
     def serve(self, load: Load) -> Served:

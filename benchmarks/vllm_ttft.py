@@ -20,10 +20,15 @@ from statistics import median
 from typing import Any
 
 from lwkv.benchmarks.child import Child
+from lwkv.benchmarks.owner import owner_of
 from lwkv.benchmarks.shapes import SHAPES, Shape
 from lwkv.benchmarks.vllm_child import Answer, Prompt
+from lwkv.shared_host.client.status import read_status
 
-ENGINES = ("plain", "lwkv", "native")
+ENGINES = ("plain", "lwkv", "native", "lwkv-node")
+"""Without a cache, with lwkv, with vLLM's own offloading, and with lwkv on the memory of `lwkv host`."""
+
+DEFAULT_ENGINES = ENGINES[:3]
 WARM_UPS = 2
 
 
@@ -59,13 +64,23 @@ class Case:
 class Plan:
     """What is measured: `repeats` runs of each case, `suffix` new tokens behind each prefix.
 
-    `rest_s` is the time, in seconds, in which the device has nothing to do before each prompt.
+    `rest_s` is the time, in seconds, in which the device has nothing to do before each prompt. `ranks` are
+    those of tensor parallelism.
     """
 
     prefixes: Sequence[int]
     suffix: int
     repeats: int
     rest_s: float = 0.3
+    ranks: int = 1
+
+    def most_chunks(self, chunk_size: int) -> int:
+        """How many different chunks all prompts of one engine have together."""
+        runs = WARM_UPS + self.repeats
+        return sum(
+            runs * (3 * ((prefix + self.suffix) // chunk_size) - 2 * (prefix // chunk_size))
+            for prefix in self.prefixes
+        )
 
     def measure(self, engines: Sequence[Engine]) -> list[Case]:
         """Cold and warm runs of all engines, in turns."""
@@ -102,8 +117,10 @@ def _later(prompt: Prompt) -> Prompt:
     return Prompt(prompt.prefix, prompt.prefix_seed, prompt.suffix, prompt.suffix_seed + 100, False)
 
 
-def engine_arguments(name: str, model: Path, shape: Shape, plan: Plan, host_gib: float) -> dict[str, Any]:
-    """vLLM's arguments for one of ENGINES."""
+def engine_arguments(
+    name: str, model: Path, shape: Shape, plan: Plan, host_gib: float, socket: str = ""
+) -> dict[str, Any]:
+    """vLLM's arguments for one of ENGINES; `socket` is that of the owner of host memory."""
     longest = max(plan.prefixes) + plan.suffix
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -123,41 +140,66 @@ def engine_arguments(name: str, model: Path, shape: Shape, plan: Plan, host_gib:
     }
     if name == "native":
         arguments["kv_offloading_size"] = host_gib
-    if name == "lwkv":
+    if plan.ranks > 1:
+        arguments |= {"tensor_parallel_size": plan.ranks, "distributed_executor_backend": "mp"}
+    if name in ("lwkv", "lwkv-node"):
+        own = {"max_local_cpu_size": host_gib, "extra_config": {"reserve_gib": host_gib}}
         arguments["kv_transfer_config"] = {
             "kv_connector": "LWKVConnector",
             "kv_connector_module_path": "lwkv.integrations.vllm",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "chunk_size": shape.chunk_size,
-                "max_local_cpu_size": host_gib,
-                "extra_config": {"reserve_gib": host_gib},
+                **(own if name == "lwkv" else {"host_memory": socket}),
             },
         }
     return arguments
 
 
 def write_model(folder: Path, shape: Shape, longest: int) -> None:
-    """A Llama's config.json of that shape."""
+    """The config.json of that shape: a Llama's, or a DeepSeek's without experts."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
         "vocab_size": 128256,
         "max_position_embeddings": longest + 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
         "tie_word_embeddings": False,
         "torch_dtype": str(shape.dtype).removeprefix("torch."),
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **(_deepseek(shape) if shape.use_mla else _llama(shape)),
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _llama(shape: Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
+
+
+def _deepseek(shape: Shape) -> dict[str, Any]:
+    turned = 64
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": shape.num_heads,
+        "kv_lora_rank": shape.head_size - turned,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "first_k_dense_replace": shape.num_layers,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    }
 
 
 def faults(cases: Sequence[Case]) -> list[str]:
@@ -188,14 +230,16 @@ def table(cases: Sequence[Case]) -> str:
 
 
 @contextmanager
-def started(names: Sequence[str], shape: Shape, plan: Plan, host_gib: float) -> Iterator[list[Engine]]:
+def started(
+    names: Sequence[str], shape: Shape, plan: Plan, host_gib: float, socket: str = ""
+) -> Iterator[list[Engine]]:
     """The engines, one after the other: each measures the memory that is free."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_model(folder, shape, max(plan.prefixes) + plan.suffix)
         engines = []
         for name in names:
-            engine = Engine(name, engine_arguments(name, folder, shape, plan, host_gib))
+            engine = Engine(name, engine_arguments(name, folder, shape, plan, host_gib, socket))
             stack.callback(engine.close)
             engines.append(engine)
         yield engines
@@ -214,22 +258,33 @@ def main() -> int:
     parser.add_argument("--suffix", type=int, default=256, help="new tokens")
     parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
     parser.add_argument("--repeats", type=int, default=6, help="runs of which a median is taken")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="engines to measure, by comma")
+    parser.add_argument(
+        "--engines", default=",".join(DEFAULT_ENGINES), help=f"by comma, some of {', '.join(ENGINES)}"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism, each on a device")
     parser.add_argument(
         "--host-gib", type=float, default=16.0, help="GiB of host memory for lwkv, and for vLLM's offloading"
     )
     parser.add_argument("--output", type=Path, default=Path("vllm-ttft.json"), help="file for the results")
     args = parser.parse_args()
-    plan = Plan([int(prefix) for prefix in args.prefixes.split(",")], args.suffix, args.repeats)
+    prefixes, names = [int(prefix) for prefix in args.prefixes.split(",")], args.engines.split(",")
+    plan = Plan(prefixes, args.suffix, args.repeats, ranks=args.ranks)
     shape = SHAPES[args.shape]
     shape = replace(shape, block_size=args.block_size or shape.block_size)
-    with started(args.engines.split(","), shape, plan, args.host_gib) as engines:
-        cases = plan.measure(engines)
+    with ExitStack() as stack:
+        socket = stack.enter_context(owner_of(args.host_gib))[0] if "lwkv-node" in names else ""
+        cases = plan.measure(stack.enter_context(started(names, shape, plan, args.host_gib, socket)))
+        owner = read_status(socket) if socket else {}
     wrong = faults(cases)
+    # With MLA all ranks have the same rows: what is kept for each of them is kept too often.
+    most = plan.most_chunks(shape.chunk_size) * (1 if shape.use_mla else args.ranks)
+    if owner and owner["chunks"] > most:
+        wrong.append(f"the owner keeps {owner['chunks']} chunks, of which there are {most}")
     found = {
         "command": sys.argv[1:],
         "versions": versions(),
         "faults": wrong,
+        "owner": owner,
         "cases": [asdict(c) for c in cases],
     }
     args.output.write_text(json.dumps(found, indent=1))

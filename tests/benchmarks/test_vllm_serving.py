@@ -10,9 +10,11 @@ from lwkv.benchmarks.conversations import Conversations, Conversed, Conversing
 from lwkv.benchmarks.shapes import TINY
 from lwkv.benchmarks.throttled_remote import installed_in
 from lwkv.benchmarks.vllm_conversations import Finding as ConversationFinding
+from lwkv.benchmarks.vllm_conversations import Plan as ConversationPlan
 from lwkv.benchmarks.vllm_conversations import faults as conversation_faults
 from lwkv.benchmarks.vllm_conversations import table as conversation_table
 from lwkv.benchmarks.vllm_load import Load, Served, Server
+from lwkv.benchmarks.vllm_pair import Pair
 from lwkv.benchmarks.vllm_serving import Finding, Plan, engine_arguments, faults, table
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
@@ -155,3 +157,22 @@ def test_tokens_that_differ_and_prompts_that_were_not_cached_are_faults() -> Non
         "lwkv: first tokens differ from those of plain",
     ]
     assert "| lwkv | 1.0 | 1.00 | 1.00 | 3, 3 | 1.0 |" in table([plain, good], PLAN)
+
+
+def test_each_turn_is_answered_by_one_engine_of_a_pair_and_by_the_same_in_both_modes() -> None:
+    plan = ConversationPlan(Conversations(8, 3, 20, 8, 2, 2), 0.5)
+    pair = Pair(TINY, plan, ("0", "1"), 0.5)
+    rounds = [[list(each.asked()) for each in both] for both in pair.rounds()]
+    for turn, both in enumerate(rounds):
+        assert all(both)
+        assert sorted(both[0] + both[1]) == [(talk, turn) for talk in range(8)]
+    assert rounds == [[list(each.asked()) for each in both] for both in pair.rounds()]
+    assert len({tuple(both[0]) for both in rounds}) == 3
+    assert pair.gib == TINY.kv_bytes(8 * (20 + 16 + 2) // 2) / 2**30
+
+
+def test_an_engine_answers_the_turns_that_it_is_asked_and_no_others(engine: Stepped) -> None:
+    plan = Conversations(3, 2, 20, 8, 2, 2, only=[(2, 1), (0, 1)])
+    found = Conversing(Server(SimpleNamespace(llm_engine=engine)), plan).run()
+    assert found.turns == [(2, 1), (0, 1)]
+    assert found.prompts == [28, 28]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lwkv.benchmarks.shapes import TINY
+from lwkv.benchmarks.shapes import LLAMA_8B, TINY, mla_of
 from lwkv.benchmarks.vllm_child import Answer, Prompt
 from lwkv.benchmarks.vllm_ttft import Case, Plan, engine_arguments, faults, table, write_model
 
@@ -88,3 +90,27 @@ def test_engines_differ_in_their_connector_alone(tmp_path: Path) -> None:
     assert plain == lwkv == native
     write_model(tmp_path, TINY, 80)
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == TINY.num_layers
+
+
+def test_a_model_of_latent_rows_is_written_with_its_sizes_and_ranks_share_an_owner(tmp_path: Path) -> None:
+    shape = mla_of(LLAMA_8B)
+    write_model(tmp_path, shape, 80)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["kv_lora_rank"] + config["qk_rope_head_dim"] == shape.head_size
+    assert config["first_k_dense_replace"] == shape.num_layers
+    arguments = engine_arguments("lwkv-node", tmp_path, shape, Plan([64], 16, 1, ranks=2), 2.0, "/a/socket")
+    assert arguments["tensor_parallel_size"] == 2
+    settings = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    assert settings == {"chunk_size": shape.chunk_size, "host_memory": "/a/socket"}
+
+
+def test_the_chunks_of_all_prompts_are_counted_once() -> None:
+    plan = Plan([64, 128], 16, 1)
+    prompts: set[bytes] = set()
+    keep: list[Prompt] = []
+    engine = SimpleNamespace(name="plain", ask=lambda prompt: keep.append(prompt) or Answer(1.0, 1, 0))
+    replace(plan, rest_s=0.0).measure([engine])  # type: ignore[list-item]
+    for prompt in keep:
+        tokens = prompt.tokens(500)
+        prompts.update(str(tokens[:end]).encode() for end in range(16, len(tokens) + 1, 16))
+    assert len(prompts) == plan.most_chunks(16)

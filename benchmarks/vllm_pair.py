@@ -1,0 +1,145 @@
+"""Two vLLMs, one a device, on one host memory, beside two with half of it each.
+
+`python -m lwkv.benchmarks.vllm_pair --devices 0,1` needs vLLM and two devices. Conversations take turns, and
+each turn is answered by one of the engines, drawn anew, as by a router that knows no caches. Weights
+are dummies: the times are those of the shape. Reported are the share of prompt tokens that were cached, the
+time to first token, and answers a second of both engines together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lwkv.benchmarks.conversations import Conversations, Conversed
+from lwkv.benchmarks.owner import owner_of
+from lwkv.benchmarks.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm_conversations import Finding, Plan, faults, table
+from lwkv.benchmarks.vllm_serving import Engine, engine_arguments, write_result
+from lwkv.benchmarks.vllm_ttft import write_model
+from lwkv.platforms import detect_platform
+
+MODES = ("two pools", "one owner")
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "musa": "MUSA_VISIBLE_DEVICES"}
+"""The variable by which a process sees some devices only, for each kind."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is measured: conversations on two engines, and the host memory of both together.
+
+    Attributes:
+        devices: one for each engine.
+        share_in_host: of all tokens of the conversations.
+    """
+
+    shape: Shape
+    plan: Plan
+    devices: Sequence[str]
+    share_in_host: float
+
+    @property
+    def gib(self) -> float:
+        return self.shape.kv_bytes(int(self.share_in_host * self.plan.tokens_cached)) / 2**30
+
+    def rounds(self) -> Iterator[list[Conversations]]:
+        """For each turn, what each engine answers: it is the same in both modes."""
+        talks, drawn = self.plan.conversations, random.Random(0)
+        for turn in range(talks.turns):
+            engine_of = [drawn.randrange(len(self.devices)) for _ in range(talks.conversations)]
+            yield [
+                replace(
+                    talks, only=[(talk, turn) for talk, engine in enumerate(engine_of) if engine == number]
+                )
+                for number in range(len(self.devices))
+            ]
+
+
+def measure(pair: Pair) -> list[Finding]:
+    findings = []
+    for mode in MODES:
+        with engines(mode, pair) as both, ThreadPoolExecutor(len(both)) as threads:
+            conversed = Conversed()
+            for each in pair.rounds():
+                found = list(threads.map(Engine.converse, both, each))
+                _add(conversed, found)
+            findings.append(Finding(mode, max(engine.start_s for engine in both), conversed))
+    return findings
+
+
+@contextmanager
+def engines(mode: str, pair: Pair) -> Iterator[list[Engine]]:
+    """The engines of one mode, started at the same time; they end with the block."""
+    with ExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
+        write_model(folder, pair.shape, pair.plan.longest)
+        memory: dict[str, Any] = {"max_local_cpu_size": pair.gib / len(pair.devices)}
+        if mode == MODES[1]:
+            path, _ = undo.enter_context(owner_of(pair.gib))
+            memory = {"host_memory": path}
+        arguments = engine_arguments("lwkv", folder, pair.shape, pair.plan, folder)
+        settings = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+        del settings["max_local_cpu_size"]
+        settings |= memory | {"load_when": "always"}
+        variable = VISIBLE.get(detect_platform().device_type)
+
+        def started(device: str) -> Engine:
+            engine = Engine(mode, arguments, folder, {variable: device} if variable else None)
+            undo.callback(engine.close)
+            return engine
+
+        with ThreadPoolExecutor(len(pair.devices)) as threads:
+            both = list(threads.map(started, pair.devices))
+        yield both
+
+
+def _add(conversed: Conversed, found: Sequence[Conversed]) -> None:
+    """Add what the engines answered at the same time."""
+    for one in found:
+        for name in ("turns", "ttft_ms", "cached", "prompts", "first_tokens"):
+            getattr(conversed, name).extend(getattr(one, name))
+    conversed.seconds += max(one.seconds for one in found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lwkv.benchmarks.vllm_pair",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="llama-8b", help="of the KV and the layers"
+    )
+    parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
+    parser.add_argument("--devices", default="0,1", help="one for each engine, by comma")
+    parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=5, help="turns of each conversation")
+    parser.add_argument("--first", type=int, default=4096, help="tokens of the first prompt")
+    parser.add_argument("--more", type=int, default=1024, help="tokens by which each prompt is longer")
+    parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
+    parser.add_argument("--at-once", type=int, default=4, help="prompts that an engine answers at a time")
+    parser.add_argument("--in-gpu", type=float, default=0.1, help="share of all tokens in a device's memory")
+    parser.add_argument(
+        "--in-host", type=float, default=0.9, help="share of all tokens in the host memory of both engines"
+    )
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs: a start takes less time")
+    parser.add_argument("--output", type=Path, default=Path("vllm-pair.json"), help="file for the results")
+    args = parser.parse_args()
+    counts = (args.conversations, args.turns, args.first, args.more, args.answer, args.at_once)
+    plan = Plan(Conversations(*counts), args.in_gpu, args.eager)
+    shape = SHAPES[args.shape]
+    shape = replace(shape, block_size=args.block_size or shape.block_size)
+    findings = measure(Pair(shape, plan, args.devices.split(","), args.in_host))
+    return write_result(args.output, findings, faults(findings), table(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
