@@ -22,8 +22,20 @@ from lwkv.platforms.protocol import Int64s
 VERSION = 1
 """Goes up when messages change: owner and clients of different versions do not talk."""
 
-MOST_BYTES = 256 << 20
-"""Of a message; one that says it is longer is none."""
+MOST_BYTES = 64 << 20
+"""Of a message to a client; one that says it is longer is none."""
+
+MOST_REQUEST_BYTES = 16 << 20
+"""Of a message to the owner."""
+
+MOST_PAGES = 1 << 19
+"""That one message to the owner names, so that it fits; what has more goes in several."""
+
+MOST_KEYS = 1 << 18
+"""That one message to the owner names. Chunks behind these are not found."""
+
+FIRST_BYTES = 4096
+"""Of the first message to an owner, from somebody it does not know."""
 
 KEY_BYTES = 2 * HASH_BYTES
 NO_KEY = bytes(KEY_BYTES)
@@ -93,9 +105,14 @@ def pack(op: Op, number: int, parts: Sequence[bytes]) -> bytes:
 
 
 class Frames:
-    """Takes what a socket gives and has the messages that are whole."""
+    """Takes what a socket gives and has the messages that are whole.
 
-    def __init__(self) -> None:
+    Attributes:
+        most_bytes: that a message may have.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
@@ -104,8 +121,10 @@ class Frames:
         while len(self._data) >= _HEAD.size:
             size, op, number, count = _HEAD.unpack_from(self._data)
             end = size + _LENGTH.size
-            if size > MOST_BYTES or end < _HEAD.size:
-                raise ProtocolError(f"got a message of {size} bytes; allowed: {_HEAD.size} to {MOST_BYTES}")
+            if size > self.most_bytes or end < _HEAD.size:
+                raise ProtocolError(
+                    f"got a message of {size} bytes; allowed: {_HEAD.size} to {self.most_bytes}"
+                )
             if len(self._data) < end:
                 return
             frame = bytes(self._data[:end])

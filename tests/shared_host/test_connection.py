@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +16,16 @@ import pytest
 from shared_host.owners import OwnerThread, owner_at, pool_at, session_at
 from storage.rig import PAGE_BYTES, keys
 
+from lwkv.shared_host import protocol
 from lwkv.shared_host.client import connection
+from lwkv.shared_host.client import session as client_session
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.tier import NodeTier
-from lwkv.shared_host.protocol import Op
+from lwkv.shared_host.greeting import Hello, write
+from lwkv.shared_host.memfd import make_slab
+from lwkv.shared_host.owner import server
+from lwkv.shared_host.owner.address import Address
+from lwkv.shared_host.protocol import Op, pack
 from lwkv.storage import Chunk
 
 
@@ -135,3 +146,86 @@ def test_an_owner_lives_on_whatever_a_client_says_first(session: Session, path: 
     assert other.connection.is_lost
     other.connection.release()
     assert session.has(8, keys(1)) == [False]
+
+
+def test_what_one_message_has_no_room_for_goes_in_several(
+    owner: OwnerThread, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_session, "MOST_PAGES", 3)
+    monkeypatch.setattr(client_session, "MOST_KEYS", 4)
+    with pool_at(path, PAGE_BYTES) as pool:
+        tier, pages = NodeTier(pool), pool.allocate(7)
+        assert pages is not None
+        names = keys(1, 2, 3, 4, 5, 6)
+        ends = [1, 3, 4, 5, 6, 7]  # one has two pages
+        chunks = [Chunk(own) for own in np.split(pages, ends[:-1])]
+        tier.insert(names, chunks)
+        assert tier.is_settled()
+        assert owner.server.status()["chunks"] == 6
+        assert owner.server.status()["pages_held"] == 0
+        # What one message cannot ask for is not found.
+        assert tier.contains(names) == [True] * 4 + [False] * 2
+        pinned = tier.pin(names)
+        assert [chunk is not None for chunk in pinned] == [True] * 4 + [False] * 2
+        assert [list(chunk.pages) for chunk in pinned if chunk] == [[0], [1, 2], [3], [4]]
+        tier.use(names)
+        tier.unpin([chunk for chunk in pinned if chunk])
+        assert tier.is_settled()
+        assert owner.server.status()["pages_held"] == 0
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_who_sends_too_much_is_disconnected(owner: OwnerThread, path: Path, is_known: bool) -> None:
+    """The owner keeps what has come of a message: from a stranger hardly anything."""
+    most = protocol.MOST_REQUEST_BYTES if is_known else protocol.FIRST_BYTES
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(path))
+        if is_known:
+            line.sendall(pack(Op.HELLO, 1, [write(Hello(0))]))
+            assert line.recv(4096)
+        line.sendall((most + 1).to_bytes(4, "little") + bytes([Op.HAS, 0, 0, 0, 0, 0]))
+        with suppress(ConnectionResetError):
+            assert line.recv(4096) == b""
+    assert owner.server.status()["clients"] == 0
+
+
+class Refusing:
+    """A listening socket with which the system has no descriptors left for some time."""
+
+    def __init__(self, listening: socket.socket, failures: int) -> None:
+        self._listening = listening
+        self._left = failures
+        self.times: list[float] = []
+
+    def accept(self) -> object:
+        self.times.append(time.monotonic())
+        if self._left:
+            self._left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listening.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._listening, name)
+
+
+def test_an_owner_without_descriptors_rests_and_takes_the_connection_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "ACCEPT_REST_S", 0.05)
+    address = Address(str(path))
+    address.socket = refusing = Refusing(address.socket, 3)  # type: ignore[assignment]
+    slab = make_slab(4096)
+    serving = server.Server(address, server.Slab(slab, 4096))
+    thread = threading.Thread(target=serving.serve)
+    thread.start()
+    session = session_at(path)
+    assert session.has(8, keys(1)) == [False]
+    assert len(refusing.times) == 4
+    assert min(np.diff(refusing.times)) >= 0.05
+    assert sum("Too many open files" in line for line in caplog.messages) == 1
+    session.connection.close()
+    session.connection.release()
+    serving.stop()
+    thread.join()
+    address.close()
+    os.close(slab)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.shared_host.client.connection import Connection
 from lwkv.shared_host.greeting import Welcome
 from lwkv.shared_host.protocol import (
+    MOST_KEYS,
+    MOST_PAGES,
     Message,
     Op,
     State,
@@ -62,15 +64,16 @@ class Session:
 
     def has(self, end: int, keys: Sequence[ChunkKey]) -> list[bool] | None:
         """Whether each chunk is there, with all its pages below page `end`."""
-        parts = self._ask(Op.HAS, [pack_numbers([end]), pack_keys(keys)], lambda _: None)
-        return None if parts is None else [bool(there) for there in parts[0]]
+        parts = self._ask(Op.HAS, [pack_numbers([end]), pack_keys(keys[:MOST_KEYS])], lambda _: None)
+        return None if parts is None else [bool(there) for there in _padded([*parts[0]], len(keys))]
 
     def pin(self, end: int, keys: Sequence[ChunkKey], op: Op = Op.PIN) -> Pinned | None:
         """Hold the chunks that are there, with all their pages below page `end`; `op` is a kind of PIN."""
-        parts = self._ask(op, [pack_numbers([end]), pack_keys(keys)], self._free_late_pin)
+        parts = self._ask(op, [pack_numbers([end]), pack_keys(keys[:MOST_KEYS])], self._free_late_pin)
         if parts is None:
             return None
-        return Pinned(read_numbers(parts[0]).tolist(), read_numbers(parts[1]), read_spills(parts[2]))
+        lengths = _padded(read_numbers(parts[0]).tolist(), len(keys))
+        return Pinned(lengths, read_numbers(parts[1]), read_spills(parts[2]))
 
     def reserve(self, end: int, count: int) -> tuple[Int64s | None, int]:
         """Hold `count` pages that are nobody's, all below page `end`; else None, and how many there could be.
@@ -96,18 +99,22 @@ class Session:
         Args:
             lengths: how many of `pages`, int64 (pages,), each chunk has.
         """
-        numbers = pack_numbers(lengths), pack_numbers(pages)
-        self.connection.tell(Op.COMMIT, pack_keys(keys), pack_parents(parents), *numbers, pack_spills(spills))
+        for part, inside in _parts(lengths):
+            own = pages[inside]
+            beside = {page: spills[page] for page in own.tolist() if page in spills} if spills else {}
+            packed = pack_keys(keys[part]), pack_parents(parents[part]), pack_numbers(lengths[part])
+            self.connection.tell(Op.COMMIT, *packed, pack_numbers(own), pack_spills(beside))
 
     def free(self, pages: Int64s, counts: Int64s) -> None:
         """End `counts` holds of each of `pages`."""
-        if len(pages):
-            self.connection.tell(Op.FREE, pack_numbers(pages), pack_numbers(counts))
+        for first in range(0, len(pages), MOST_PAGES):
+            part = slice(first, first + MOST_PAGES)
+            self.connection.tell(Op.FREE, pack_numbers(pages[part]), pack_numbers(counts[part]))
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
         """Note that chunks of a prompt are used; not while the owner is stopped, which may be for ever."""
         if keys and not self.connection.is_resting:
-            self.connection.tell(Op.USE, pack_keys(keys))
+            self.connection.tell(Op.USE, pack_keys(keys[:MOST_KEYS]))
 
     def status(self) -> bytes | None:
         """What there is, as JSON for people."""
@@ -141,3 +148,24 @@ class Session:
     def _free_late_pages(self, parts: Sequence[bytes]) -> None:
         pages = read_numbers(parts[0])
         self.free(pages, np.ones(len(pages), np.int64))
+
+
+def _padded(answers: list[int], count: int) -> list[int]:
+    """As many answers as there were keys: those that were not asked for are not there."""
+    return [*answers, *[0] * (count - len(answers))]
+
+
+def _parts(lengths: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Chunks that one message has room for, and their pages: positions of both."""
+    first = page = 0
+    while first < len(lengths):
+        last, end = first, page
+        while last < len(lengths) and (last == first or _fits(last + 1 - first, end + lengths[last] - page)):
+            end += lengths[last]
+            last += 1
+        yield slice(first, last), slice(page, end)
+        first, page = last, end
+
+
+def _fits(num_chunks: int, num_pages: int) -> bool:
+    return num_chunks <= MOST_KEYS // 2 and num_pages <= MOST_PAGES

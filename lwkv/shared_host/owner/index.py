@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from lwkv.shared_host.protocol import (
 from lwkv.storage.host_tier import Chunk, HostTier
 
 MOST_PINNED = MOST_BYTES // 16
-"""Pages that one reply names: they take half of a message."""
+"""Pages that one reply names: they take half of a message. Chunks beyond these are not found."""
 
 
 class Client:
@@ -116,11 +118,8 @@ class NodeIndex:
 
     def _hold(self, client: Client, end: int, pinned: Sequence[Chunk | None]) -> list[bytes]:
         """Have a client hold chunks that are pinned meanwhile, as far as they are below page `end`."""
-        chunks = self._below(end, pinned)
+        chunks = _that_fit(self._below(end, pinned))
         found = [chunk for chunk in chunks if chunk is not None]
-        if (count := sum(len(chunk.pages) for chunk in found)) > MOST_PINNED:
-            self.tier.unpin([chunk for chunk in pinned if chunk is not None])
-            raise ProtocolError(f"PIN of {count} pages; allowed: {MOST_PINNED} at a time")
         pages = _joined([chunk.pages for chunk in found])
         # A key that is named twice is found twice.
         is_once = len(set(map(id, found))) == len(found)
@@ -187,6 +186,15 @@ class NodeIndex:
             raise ProtocolError(
                 "COMMIT with pages beside others that are not committed, or have others beside them"
             )
+
+
+def _that_fit(chunks: list[Chunk | None]) -> list[Chunk | None]:
+    """The first of `chunks`, None for the others: those whose pages one reply can name."""
+    ends = list(accumulate(0 if chunk is None else len(chunk.pages) for chunk in chunks))
+    if not ends or ends[-1] <= MOST_PINNED:
+        return chunks
+    fit = bisect_right(ends, MOST_PINNED)
+    return [*chunks[:fit], *[None] * (len(chunks) - fit)]
 
 
 def _joined(pages: Sequence[Int64s]) -> Int64s:

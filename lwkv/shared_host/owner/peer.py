@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from lwkv.shared_host.owner.index import Client
 from lwkv.shared_host.process import watch
-from lwkv.shared_host.protocol import Frames, Message, Op, pack
+from lwkv.shared_host.protocol import FIRST_BYTES, MOST_REQUEST_BYTES, Frames, Message, Op, pack
 
 READ_BYTES = 64 << 10
 MOST_WAITING = 8 << 20
@@ -32,7 +32,7 @@ class Peer:
         self.client: Client | None = None
         self.is_welcome = False
         self.is_connected = True
-        self._frames = Frames()
+        self._frames = Frames(FIRST_BYTES)
         self._waiting = bytearray()
 
     @property
@@ -51,6 +51,11 @@ class Peer:
             if not data:
                 raise EOFError
             yield from self._frames.feed(data)
+
+    def welcome(self) -> None:
+        """Take all of its messages from now on."""
+        self.is_welcome = True
+        self._frames.most_bytes = MOST_REQUEST_BYTES
 
     def send(self, op: Op, number: int, *parts: bytes) -> None:
         """Send a message, now or when the client reads. Raises OSError."""
@@ -71,7 +76,7 @@ class Peer:
         """Close the connection; the process is watched on."""
         self.is_connected = False
         self._waiting.clear()
-        self._frames = Frames()
+        self._frames = Frames(0)
         self.socket.close()
 
     def leave(self) -> None:

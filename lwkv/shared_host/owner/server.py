@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import selectors
 import socket
+import time
 from contextlib import suppress
 from typing import NamedTuple
 from uuid import uuid4
@@ -17,11 +19,17 @@ from lwkv.shared_host.owner.index import NodeIndex
 from lwkv.shared_host.owner.peer import Peer
 from lwkv.shared_host.process import peer_of
 from lwkv.shared_host.protocol import Message, Op, ProtocolError, pack_numbers
+from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 1 << 30
 """Most bytes that a client page-locks in one call. Drivers take 64 GiB, and hold launches up meanwhile."""
+
+ACCEPT_REST_S = 1.0
+"""Seconds without new connections where one could not be taken."""
+
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class Slab(NamedTuple):
@@ -49,13 +57,15 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._is_stopped = False
+        self._rests_until: float | None = None
+        self._throttle = LogThrottle(log)
 
     def serve(self) -> None:
         """Serve until `stop`."""
-        self._selector.register(self._address.socket, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._address.socket, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         while not self._is_stopped:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(self._accept_again()):
                 if isinstance(key.data, Peer):
                     if key.data.is_connected:
                         self._serve(key.data, events)
@@ -89,11 +99,30 @@ class Server:
     def _clients(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.client is not None]
 
+    def _accept_again(self) -> float | None:
+        """Take connections again when it is time; else the seconds until then, None where they are taken."""
+        if self._rests_until is None:
+            return None
+        left = self._rests_until - time.monotonic()
+        if left > 0:
+            return left
+        self._selector.register(self._address.socket, selectors.EVENT_READ)
+        self._rests_until = None
+        return None
+
+    def _rest(self, error: OSError) -> None:
+        """Take no connections for a while: whoever wants one is still there at once."""
+        self._throttle.warn("no connection can be taken, tried again every second: %s", error)
+        self._selector.unregister(self._address.socket)
+        self._rests_until = time.monotonic() + ACCEPT_REST_S
+
     def _accept(self) -> None:
         try:
             connection, _ = self._address.socket.accept()
-        except OSError as error:
-            log.warning("a connection could not be taken: %s", error)
+        except (BlockingIOError, ConnectionError):  # whoever it was has left
+            return
+        except OSError as error:  # no descriptors, or no memory
+            self._rest(error)
             return
         process, user = peer_of(connection)
         if user != os.geteuid():
@@ -103,8 +132,11 @@ class Server:
         try:
             peer = Peer(connection)
         except OSError as error:
-            log.warning("refused a client whose process cannot be watched: %s", error)
             connection.close()
+            if error.errno in NO_DESCRIPTORS:
+                self._rest(error)
+            else:
+                log.warning("refused a client whose process cannot be watched: %s", error)
             return
         self._peers.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -157,7 +189,7 @@ class Server:
             log.warning("refused a client: %s", reason)
             peer.send(Op.REFUSED, message.number, reason.encode())
             return
-        peer.is_welcome = True
+        peer.welcome()
         if not hello.page_stride:
             peer.send(Op.WELCOME, message.number, write(Welcome(self._name)))
             return

@@ -185,13 +185,18 @@ def test_a_chunk_is_found_where_the_pages_beside_it_can_be_used_too() -> None:
             assert list(read_spills(answer[2])) == [1] * there
 
 
-def test_a_reply_that_no_message_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", [Op.PIN, Op.PIN_PREFIX])
+def test_chunks_that_a_reply_has_no_room_for_are_not_found(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_index, "MOST_PINNED", 7)
     index = NodeIndex(PAGES, 5)
     client = index.client()
-    commit(index, client, reserve(index, client, 2), [2], 1)
-    with pytest.raises(ProtocolError, match="PIN of 8 pages"):
-        index.handle(client, Message(Op.PIN, 1, [ALL, pack_keys(keys(1, 1, 1, 1))]))
+    for number in range(1, 5):
+        commit(index, client, reserve(index, client, 2), [2], number)
+    client.holds.end_all()
+    answer = index.handle(client, Message(op, 1, [ALL, pack_keys(keys(1, 2, 3, 4))]))
+    assert answer is not None
+    assert read_numbers(answer[0]).tolist() == [2, 2, 2, 0]
+    assert len(read_numbers(answer[1])) == client.holds.num_pages == 6
     client.holds.end_all()
     require_all_in_chunks(index)
     assert index.tier.pins == 0
