@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -117,11 +117,14 @@ class SegmentCache:
         """Whether nothing stands before it, and nothing did when it was computed."""
         return segment.start == 0 and not self.shared_prefix
 
-    def retrieval(self, loads: Sequence[SegmentLoad], behind: Event | None = None) -> BatchRetrieval:
+    def retrieval(
+        self, loads: Sequence[SegmentLoad], behind: Event | None = None, in_host: Collection[int] = ()
+    ) -> BatchRetrieval:
         """What loads them; the caller closes it.
 
         Args:
             behind: as in `InPlaceLoader.begin_load`.
+            in_host: numbers of loads of which only what is in host memory is taken.
         """
         keys = {id(load.request): load.keys for load in loads}
         parts = replace(self.engine.parts(), keys_of=lambda request: keys[id(request)])
@@ -133,7 +136,8 @@ class SegmentCache:
 
         # What computes reads and writes the engine's blocks.
         loader = self.connector.in_place
-        return BatchRetrieval([load.request for load in loads], parts, loader=loader, begin_load=begin_load)
+        requests = [load.request for load in loads]
+        return BatchRetrieval(requests, parts, loader=loader, begin_load=begin_load, in_host=in_host)
 
     def storing(self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()) -> BatchStoring:
         """What stores a segment that is being computed in `slots`; the caller closes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -48,6 +48,7 @@ class BatchRetrieval:
         loader: another one than the connector's first.
         begin_load: given each request's transfer, and the pages as the loader's own, to say more of the load
             than which chunks it has.
+        in_host: numbers of requests of which only what is in host memory is loaded.
 
     Attributes:
         is_open: whether `open` was called.
@@ -63,6 +64,7 @@ class BatchRetrieval:
         sync: bool = True,
         loader: Loader[Any] | None = None,
         begin_load: BeginLoad | None = None,
+        in_host: Collection[int] = (),
     ) -> None:
         self.num_layers = context.connector.num_layers
         self.reached = -1
@@ -72,6 +74,7 @@ class BatchRetrieval:
         self._config = context.config
         self._sync = sync
         self._begin_load = begin_load
+        self._in_host = in_host
         self._held: list[HeldRequest] = []
         self._moved: list[int] | None = None
         self._load: Load | None = None
@@ -83,8 +86,8 @@ class BatchRetrieval:
     def hold(self) -> list[int]:
         """Look up, pin and ask the tiers, once; return for each request how many tokens are to be loaded."""
         if self._moved is None:
-            for request in self._requests:
-                self._held.append(self._hold(request))
+            for number, request in enumerate(self._requests):
+                self._held.append(self._hold(request, number in self._in_host))
             if self._holds_any():
                 self._context.completions.expect(self)
             self._tier_pages = TierPages(self._context, [held.hold for held in self._held])
@@ -175,9 +178,9 @@ class BatchRetrieval:
     def _holds_any(self) -> bool:
         return any(held.hold.found for held in self._held)
 
-    def _hold(self, request: CheckedRequest) -> HeldRequest:
+    def _hold(self, request: CheckedRequest, in_host: bool) -> HeldRequest:
         first, context = request.first // request.chunk_size, self._context
-        hold = context.storage.hold(context.keys_of(request), first)
+        hold = context.storage.hold(context.keys_of(request), first, in_host)
         transfer = request.loads(first, first + len(hold.found))
         return HeldRequest(request, first * request.chunk_size, hold, transfer)
 

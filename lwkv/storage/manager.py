@@ -106,17 +106,18 @@ class StorageManager:
             self.lower.follow(keys[:length])  # what was promised is not to go before it is loaded
         return length
 
-    def hold(self, keys: Sequence[ChunkKey], first: int = 0) -> Hold:
+    def hold(self, keys: Sequence[ChunkKey], first: int = 0, in_host: bool = False) -> Hold:
         """Pin the longest cached prefix of `keys` from chunk `first` on until `Hold.release`.
 
         Args:
             keys: all chunks of a prompt. Those before `first` are used as well, and not held.
+            in_host: take what is in host memory only: no tier below is asked, nor waited for.
         """
         prompt, parents = keys, parents_of(keys)[first:]
         keys = keys[first:]
         pinned = self.host.pin(keys)
         self.host.use(prompt[:first])
-        lower = self.lower.find(keys, [chunk is not None for chunk in pinned])
+        lower = self.lower.find(keys, [in_host or chunk is not None for chunk in pinned])
         found = [Found(*item) for item in zip(keys, pinned, lower, parents, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
         # All chunks of a hold are in host memory at the end: what cannot be there is not promised.

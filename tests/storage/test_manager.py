@@ -48,6 +48,20 @@ def test_a_chunk_may_be_in_another_tier_than_its_neighbours(make_rig: MakeRig) -
     assert rig.host.contains(keys(1, 2, 3, 4, 5)) == [True] * 5
 
 
+def test_a_hold_of_host_memory_alone_asks_no_tier(make_rig: MakeRig) -> None:
+    disk = FaultyTier("disk")
+    rig = make_rig(disk)
+    rig.put_below(disk, 3)
+    rig.store(1, 2)
+    disk.calls.clear()
+    hold = rig.manager.hold(keys(1, 2, 3), 1, in_host=True)
+    assert [item.key for item in hold.found] == keys(2)
+    assert rig.load(hold) == values(2)
+    hold.release()
+    assert not disk.calls_of("contains")
+    assert not disk.calls_of("get")
+
+
 def test_chunks_in_host_memory_are_pinned_until_release(rig: Rig) -> None:
     rig.store(1, 2, 4)
     hold = rig.hold(1, 2, 3, 4)

@@ -232,7 +232,9 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         most_decoded=1 + _most_drafts(vllm_config),
         weighs=settings.load_when == "cheaper",
         prefetches=settings.prefetch_waiting and bool(tier_urls(config)),
-        blending=make_planner(settings, vllm_config, index, group) if settings.enable_blending else None,
+        make_blending=partial(make_planner, settings, vllm_config, group)
+        if settings.enable_blending
+        else None,
     )
 
 

@@ -199,7 +199,7 @@ def test_news_that_come_during_a_look_up_are_looked_up_on_the_side_too() -> None
     tier.faults["contains", 1] = hanging()
     assert fault.gate is not None
     fault.gate.set()
-    assert engine.scheduler.hits.wait_idle(20.0)
+    assert engine.scheduler.look_ups.wait_idle(20.0)
     before = decodes.num_tokens
     for _ in range(3):
         engine.step()

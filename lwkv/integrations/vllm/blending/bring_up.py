@@ -19,9 +19,10 @@ from lwkv.integrations.vllm.blending.planner import BlendPlanner
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
 from lwkv.integrations.vllm.blending.refusals import refuse_backend
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
+from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
 from lwkv.integrations.vllm.blending.tokenizer import encoder, find_separator, prefix_ids
 from lwkv.integrations.vllm.blending.worker import BlendWorker
-from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.parts import LookUpParts
 from lwkv.integrations.vllm.settings import Settings
 from lwkv.integrations.vllm.worker.caches import layer_specs, only_group
 from lwkv.reference.hf_folder import shape_from_config
@@ -36,7 +37,7 @@ FARTHEST = 4096
 """Up to this position it is tried whether keys can be moved."""
 
 
-def make_planner(settings: Settings, vllm_config: Any, index: ChunkIndex, group: Any) -> BlendPlanner:
+def make_planner(settings: Settings, vllm_config: Any, group: Any, parts: LookUpParts) -> BlendPlanner:
     """The scheduler's half. Raises ConfigError."""
     encode = encoder(vllm_config.model_config)
     num_layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
@@ -49,13 +50,12 @@ def make_planner(settings: Settings, vllm_config: Any, index: ChunkIndex, group:
         full_layers=min((layers[-1] + 1) / num_layers, 1.0) if shares[0] > 0 else 0.0,
         share=shares[-1],
     )
-    return BlendPlanner(
-        sizes,
-        PromptSegments(find_separator(settings, encode)),
-        prefix_ids(settings, encode),
-        lambda key: index.has([[key]], 0),
-        lambda: next(iter(index.namespaces), None),
+    prefix = prefix_ids(settings, encode)
+    find = PromptSegments(find_separator(settings, encode))
+    tiers = SegmentTiers(
+        parts.index, parts.waiting, parts.look_ups, settings.chunk_size, prefix, parts.fetches
     )
+    return BlendPlanner(sizes, find, prefix, tiers, parts.counters, settings.load_timeout_s, parts.clock)
 
 
 def make_blend_worker(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,19 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from lwkv.blend.request import Segment
-from lwkv.blend.segment_cache import segment_keys
 from lwkv.integrations.vllm.blending.block_hashes import can_be_salted, salt
+from lwkv.integrations.vllm.blending.encodes import Encodes, slots_of
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.plan import BlendSizes, Plan, make_plan
+from lwkv.integrations.vllm.blending.prompt_chunks import PromptChunks
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
+from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
 from lwkv.integrations.vllm.blending.settled_blocks import SettledBlocks
-from lwkv.keys import ChunkKey
-from lwkv.platforms.protocol import Int64s
-from lwkv.transfer import Chunking
+from lwkv.telemetry.counters import Counters
+from lwkv.telemetry.log_throttle import LogThrottle
 
-TRY_AGAIN_S = 30.0
-"""Seconds after which a segment is encoded again that was encoded and is still not cached."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,15 +29,19 @@ class Prompt:
     """A request that has segments.
 
     Attributes:
-        segments: of its prompt, with their keys.
+        chunks: of its prompt's segments.
         blended_from: the first token whose KV is, or was, a blend's; None for none.
         plan: what was promised, and is not yet ordered.
+        waits_since: when it began to wait for tokens that another request computes; None for not.
+        is_given_up: whether it has waited too long for them.
     """
 
     request: Any
-    segments: Sequence[tuple[Segment, list[ChunkKey]]]
+    chunks: PromptChunks
     blended_from: int | None = None
     plan: Plan | None = None
+    waits_since: float | None = None
+    is_given_up: bool = False
 
 
 class BlendPlanner:
@@ -47,10 +51,12 @@ class BlendPlanner:
     more of it than computes as many rows as a step may have tokens; it encodes as many on top, in blocks
     that the step's forward pass fills afterwards.
 
+    What is in lower tiers is brought to host memory first, while the prompt waits to be scheduled.
+
     Args:
-        is_kept: whether a chunk is in host memory.
-        namespace: of the engine's keys; None before its worker was heard of.
         shared_prefix: token ids that segments are computed behind.
+        tiers: where segments are cached.
+        timeout_s: for how long a prompt waits for tokens that another request computes.
         clock: seconds.
     """
 
@@ -59,19 +65,19 @@ class BlendPlanner:
         sizes: BlendSizes,
         find: PromptSegments,
         shared_prefix: Sequence[int],
-        is_kept: Callable[[ChunkKey], bool],
-        namespace: Callable[[], str | None],
+        tiers: SegmentTiers,
+        counters: Counters,
+        timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sizes, self._find, self._prefix = sizes, find, tuple(shared_prefix)
-        self._is_kept, self._namespace, self._clock = is_kept, namespace, clock
-        self._chunking = Chunking(sizes.chunk_size, partial=True)
+        self._sizes, self._find, self._has_prefix = sizes, find, len(shared_prefix) > 0
+        self._tiers, self._counters, self._timeout_s, self._clock = tiers, counters, timeout_s, clock
+        self._encodes = Encodes(len(shared_prefix), sizes.most_rows, tiers.is_cached, clock)
+        self._throttle = LogThrottle(log)
         self._prompts: dict[str, Prompt] = {}
         self._looked_at: dict[str, Any] = {}
         self._settled = SettledBlocks(sizes.block_size)
         self._is_taken = False
-        self._rows_encoded = 0
-        self._encoded_at: dict[bytes, float] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -79,29 +85,31 @@ class BlendPlanner:
     def follow(self, request: Any, salts: tuple[str, ...]) -> None:
         """Learn of a request, with or without segments, before anything else is asked of it."""
         self._settled.follow(request)
-        namespace = self._namespace()
-        if namespace is None or self._looked_at.get(request.request_id) is request:
+        if not self._tiers.can_name or self._looked_at.get(request.request_id) is request:
             return
         self._looked_at[request.request_id] = request
-        segments = [part for part in self._find.of(request) if part.start > 0 or not self._prefix]
+        self._tiers.leave(request.request_id)  # of another one of that name
+        segments = [part for part in self._find.of(request) if part.start > 0 or not self._has_prefix]
         if segments:
             ids = np.array(request.prompt_token_ids, np.int64)
-            keyed = [(part, self._keys(ids[part.start : part.end], namespace, salts)) for part in segments]
-            self._prompts[request.request_id] = Prompt(request, keyed)
+            chunks = self._tiers.chunks(ids, segments, salts)
+            self._prompts[request.request_id] = Prompt(request, chunks)
         else:
             self._prompts.pop(request.request_id, None)
 
     def end(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended, and give back what was brought for it."""
+        self._tiers.leave(request_id)
         self._prompts.pop(request_id, None)
         self._looked_at.pop(request_id, None)
         self._settled.end(request_id)
 
     def reset(self) -> None:
         """Find nothing any more of what was encoded before."""
-        for prompt in self._prompts.values():
-            prompt.segments, prompt.plan = (), None
-        self._encoded_at.clear()
+        for name, prompt in self._prompts.items():
+            self._tiers.leave(name)
+            prompt.chunks, prompt.plan = PromptChunks(()), None
+        self._encodes.reset()
 
     def loads_failed(self) -> None:
         """Note that blocks which were thought to be in place may be computed again."""
@@ -115,8 +123,9 @@ class BlendPlanner:
     def claim(self, request: Any, num_local: int, num_exact: int) -> int | None:
         """How many tokens behind `num_local` a blend brings; None while the request is to wait for its step.
 
-        It waits while another prompt is blended, and while a running request may still be computing tokens
-        that both have: a blend reads them before the step's forward pass. 0 where it is not blended.
+        It waits while lower tiers bring its segments, while another prompt is blended, and while a running
+        request may still be computing tokens that both have: a blend reads them before the step's forward
+        pass. 0 where it is not blended.
 
         From here on vLLM's prefix cache finds nothing of it for others that is behind `num_exact`.
         """
@@ -125,11 +134,15 @@ class BlendPlanner:
         if prompt is None:
             return 0
         prompt.plan = None
+        if self._awaits_tiers(prompt, num_local, num_exact):
+            return None
         plan = self._plan(prompt, num_local, num_exact)
         if plan is None:
             return 0
-        if self._is_taken or not self._settled.has(request, num_local):
+        if self._is_taken:
             return None
+        if not self._settled.has(request, num_local):
+            return None if self._awaits_blocks(prompt) else 0
         salt(request, num_exact // self._sizes.block_size)
         blended_from = (
             plan.num_exact if prompt.blended_from is None else min(prompt.blended_from, plan.num_exact)
@@ -141,8 +154,14 @@ class BlendPlanner:
         """Whether the `num_loaded` tokens that a request is in the next step with are those of a blend."""
         self._settled.note(request.request_id, 0)
         prompt = self._of(request)
-        plan = None if prompt is None else prompt.plan
-        if prompt is None or plan is None:
+        if prompt is None:
+            return False
+        prompt.waits_since = None
+        if self._tiers.has_begun(request.request_id):
+            # What lower tiers did not bring in time is computed, and is to be in host memory from then on.
+            prompt.chunks.below = frozenset()
+        plan = prompt.plan
+        if plan is None:
             return False
         if num_loaded != plan.end - plan.num_local:  # vLLM took none of them
             prompt.plan = None
@@ -153,7 +172,7 @@ class BlendPlanner:
     def begin_step(self, output: Any) -> None:
         """Go on to the step of vLLM's scheduler output, whose orders are asked for from here on."""
         self._is_taken = False
-        self._rows_encoded = 0
+        self._encodes.begin_step()
         self._settled.pass_step(output)
 
     def blend(self, request: Any, salts: tuple[str, ...], blocks: Sequence[int]) -> BlendOrder | None:
@@ -181,17 +200,7 @@ class BlendPlanner:
         if prompt is None:
             return []
         slots = slots_of(blocks, self._sizes.block_size)
-        orders = []
-        for part, keys in prompt.segments:
-            num_rows = len(self._prefix) + part.end - part.start
-            if num_rows > min(len(slots), self._sizes.most_rows - self._rows_encoded):
-                continue
-            if not self._has_to_be_encoded(keys):
-                continue
-            self._rows_encoded += num_rows
-            tokens = np.array(request.prompt_token_ids[part.start : part.end], np.int64)
-            orders.append(EncodeOrder(tokens, salts, slots[:num_rows]))
-        return orders
+        return self._encodes.orders(request, prompt.chunks, salts, slots)
 
     def has_segments(self, request: Any) -> bool:
         """Whether a request is one of those that can be blended, or has segments to encode."""
@@ -206,37 +215,37 @@ class BlendPlanner:
         prompt = self._prompts.get(request.request_id)
         return prompt if prompt is not None and prompt.request is request else None
 
-    def _keys(self, tokens: Int64s, namespace: str, salts: tuple[str, ...]) -> list[ChunkKey]:
-        return segment_keys(tokens, self._sizes.chunk_size, namespace, self._prefix, salts)
-
-    def _has_to_be_encoded(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether a chunk is not cached, and was not just encoded; it is from here on."""
-        if all(map(self._is_kept, keys)):
-            self._encoded_at.pop(keys[-1].hash, None)  # if it is evicted, it is worth another time
-            return False
-        now = self._clock()
-        if now - self._encoded_at.get(keys[-1].hash, -TRY_AGAIN_S) < TRY_AGAIN_S:
-            return False
-        self._encoded_at = {name: at for name, at in self._encoded_at.items() if now - at < TRY_AGAIN_S}
-        self._encoded_at[keys[-1].hash] = now
-        return True
-
-    def _plan(self, prompt: Prompt, num_local: int, num_exact: int) -> Plan | None:
+    def _plan(
+        self, prompt: Prompt, num_local: int, num_exact: int, with_lower_tiers: bool = False
+    ) -> Plan | None:
         num_tokens = prompt.request.num_tokens
         if num_tokens < self._sizes.min_tokens or not can_be_salted(prompt.request, self._sizes.block_size):
             return None
-        cached = [(part, self._num_cached(part, keys)) for part, keys in prompt.segments]
+        cached = self._tiers.cached(prompt.chunks, num_exact, with_lower_tiers)
         return make_plan(self._sizes, num_tokens, cached, num_local, num_exact)
 
-    def _num_cached(self, part: Segment, keys: Sequence[ChunkKey]) -> int:
-        """Leading tokens of a segment whose chunks are in host memory."""
-        counts = self._chunking.chunk_tokens(part.end - part.start)
-        chunks = next((i for i, key in enumerate(keys) if not self._is_kept(key)), len(keys))
-        return int(counts[:chunks].sum())
+    def _awaits_tiers(self, prompt: Prompt, num_local: int, num_exact: int) -> bool:
+        """Whether a prompt is to wait for what lower tiers have, or have to bring."""
+        name = prompt.request.request_id
+        if self._tiers.has_begun(name):
+            return self._tiers.waits(name)
+        if not self._tiers.has_looked_up(prompt.chunks):
+            return True
+        plan = self._plan(prompt, num_local, num_exact, with_lower_tiers=True)
+        return plan is not None and self._tiers.bring(name, prompt.chunks, plan)
 
-
-def slots_of(blocks: Sequence[int], block_size: int) -> Int64s:
-    """The slots of blocks, one after the other, int64 (blocks * block_size,)."""
-    starts = np.array(blocks, np.int64)[:, None] * block_size
-    slots: Int64s = (starts + np.arange(block_size)).reshape(-1)
-    return slots
+    def _awaits_blocks(self, prompt: Prompt) -> bool:
+        """Whether a prompt is to wait on for tokens that another request may be computing."""
+        now = self._clock()
+        if prompt.waits_since is None:
+            prompt.waits_since = now
+        if now - prompt.waits_since < self._timeout_s:
+            return True
+        if not prompt.is_given_up:
+            prompt.is_given_up = True
+            self._counters.add("blends_given_up")
+            self._throttle.warn(
+                "request %s has waited %g s for tokens that another one computes: it is not blended",
+                *(prompt.request.request_id, self._timeout_s),
+            )
+        return False

@@ -132,7 +132,9 @@ class BlendWorker:
     def _blend(self, order: BlendOrder, loads: Sequence[SegmentLoad]) -> bool:
         """Whether all that was promised has arrived: else what was computed may rest on garbage."""
         prompt = _prompt(order, order.end)
-        with closing(self._segments.retrieval(loads)) as retrieval:
+        # No step waits for a tier below because of a segment, which was brought from there if it was in time.
+        segments = range(len(loads) - len(order.segments), len(loads))
+        with closing(self._segments.retrieval(loads, in_host=segments)) as retrieval:
             layout = lay_out(prompt, loads, retrieval.hold())
             computation = BlendPass(
                 self._layers, self._rows, layout, self._selector, self._selector.shares[-1]

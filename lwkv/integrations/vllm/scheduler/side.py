@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -11,12 +11,15 @@ from uuid import uuid4
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.planner import BlendPlanner
+from lwkv.integrations.vllm.blending.prompt_chunks import segments_of
 from lwkv.integrations.vllm.orders import Fetch, Move, StepOrders
 from lwkv.integrations.vllm.reports import StepReports
 from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog, Removed, Stored
 from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
 from lwkv.integrations.vllm.scheduler.lookup.hits import Hits
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.look_ups import LookUps
+from lwkv.integrations.vllm.scheduler.lookup.parts import LookUpParts
 from lwkv.integrations.vllm.scheduler.lookup.step_costs import StepCosts
 from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
 from lwkv.integrations.vllm.scheduler.moves import Moves
@@ -57,7 +60,7 @@ class SchedulerSide:
         prefetches: whether requests wait for chunks in lower tiers; if not, steps do.
         weighs: whether only what comes sooner than it is computed is loaded; if not, all that is found.
         clock: seconds.
-        blending: plans blends; None where it is off.
+        make_blending: makes what plans blends; None where that is off.
     """
 
     def __init__(
@@ -73,16 +76,15 @@ class SchedulerSide:
         prefetches: bool = True,
         weighs: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        blending: BlendPlanner | None = None,
+        make_blending: Callable[[LookUpParts], BlendPlanner] | None = None,
     ) -> None:
         self.counters = Counters()
-        self.blending = blending
         self._role, self._block_size = role, block_size
         self.index = index
         self._config = config
         self._events = events
         self._counted: dict[str, int] = {}
-        self._begun: list[str] = []
+        self._begun: list[Hashable] = []
         self._epoch = ""
         self._steps = Steps()
         policy = StorePolicy(role.stores, config.save_decode_cache)
@@ -94,9 +96,13 @@ class SchedulerSide:
         self._step_costs = StepCosts(self.costs, self.counters)
         # Without host memory of its own a chunk that was fetched would not stay.
         prefetches = prefetches and config.local_cpu
+        self.look_ups = LookUps()
         self.hits = Hits(
-            index, block_size, role.loads, prefetches, self.waiting, self.costs, self._requests.is_alone
+            *(index, block_size, role.loads, prefetches, self.waiting, self.costs, self._requests.is_alone),
+            self.look_ups,
         )
+        parts = LookUpParts(index, self.waiting, self.look_ups, self.counters, clock, prefetches)
+        self.blending = None if make_blending is None else make_blending(parts)
 
     def arrived(self, request: Any) -> None:
         """A request has come; it may wait for long before it is asked about."""
@@ -126,8 +132,8 @@ class SchedulerSide:
         if not is_cacheable(request):
             return
         tracked = self._follow(request)
-        if request.request_id in self.waiting:
-            self._begun.append(request.request_id)
+        names: list[Hashable] = [request.request_id, segments_of(request.request_id)]
+        self._begun += [name for name in names if name in self.waiting]
         if request.request_id in self.waiting or tracked.choice is not None:
             # What lower tiers did not bring in time is computed, and is to be in host memory from then on.
             tracked.found.forget_lower_tiers(num_loaded)
@@ -206,7 +212,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close what the scheduler has open."""
-        self.hits.close()
+        self.look_ups.close()
         self.index.close()
 
     def reset(self) -> None:
@@ -270,7 +276,7 @@ class SchedulerSide:
     def _fetches(self) -> tuple[list[Fetch], list[int]]:
         orders = self.waiting.orders()
         # Given back with the next orders, when this step's loads hold the chunks themselves.
-        for request_id in self._begun:
-            self.waiting.leave(request_id)
+        for name in self._begun:
+            self.waiting.leave(name)
         self._begun.clear()
         return orders

@@ -2,84 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from lwkv.blend.segment_cache import segment_keys
-from lwkv.integrations.vllm.blending.plan import BlendSizes
-from lwkv.integrations.vllm.blending.planner import BlendPlanner
-from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
-from lwkv.keys import ChunkKey
-
-BLOCK, CHUNK = 4, 8
-SIZES = BlendSizes(BLOCK, CHUNK, min_tokens=8, most_rows=1000, full_layers=0.5, share=0.2)
-PREFIX = (7, 7, 7)
-PROMPT = list(range(100, 160))
-SEGMENTS = ((2, 18), (20, 41))
-
-
-@dataclass(eq=False)
-class FakeRequest:
-    """As much of vLLM's Request as is looked at."""
-
-    request_id: str = "one"
-    prompt_token_ids: list[int] = field(default_factory=lambda: list(PROMPT))
-    segments: Sequence[tuple[int, int]] = SEGMENTS
-    lora_request: Any = None
-
-    def __post_init__(self) -> None:
-        self.sampling_params = object()
-        self.all_token_ids = list(self.prompt_token_ids)
-        self.kv_transfer_params = {"lwkv_segments": [list(part) for part in self.segments]}
-        ends = range(BLOCK, len(self.all_token_ids) + 1, BLOCK)
-        self.block_hashes = [bytes(self.all_token_ids[:end]).ljust(64, b"-")[-32:] for end in ends]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-
-class Bench:
-    """A planner, and what is in host memory."""
-
-    def __init__(self, sizes: BlendSizes = SIZES, prefix: Sequence[int] = PREFIX) -> None:
-        self.kept: set[ChunkKey] = set()
-        self.prefix = prefix
-        self.now = 0.0
-        self.planner = BlendPlanner(
-            sizes, PromptSegments(None), prefix, self.kept.__contains__, lambda: "model", lambda: self.now
-        )
-
-    def keys(self, request: FakeRequest, part: tuple[int, int]) -> list[ChunkKey]:
-        return segment_keys(request.prompt_token_ids[slice(*part)], CHUNK, "model", self.prefix)
-
-    def cache(self, request: FakeRequest, *parts: tuple[int, int]) -> None:
-        for part in parts:
-            self.kept.update(self.keys(request, part))
-
-    def step(self, **scheduled: int) -> None:
-        """A step that computes so many tokens of new requests."""
-        new = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in scheduled]
-        cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        self.planner.begin_step(
-            SimpleNamespace(
-                num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached
-            )
-        )
-
-    def follow(self, request: FakeRequest) -> FakeRequest:
-        self.planner.follow(request, ())
-        return request
+from integrations.vllm.blending.planner_bench import (
+    BLOCK,
+    CHUNK,
+    PREFIX,
+    PROMPT,
+    SEGMENTS,
+    SIZES,
+    TIMEOUT_S,
+    Bench,
+    FakeRequest,
+)
 
 
 def test_a_prompt_is_blended_up_to_the_last_block_that_a_cached_segment_fills() -> None:
@@ -110,7 +48,8 @@ def test_nothing_is_blended_that_an_exact_prefix_covers() -> None:
 def test_chunks_behind_one_that_is_not_cached_are_computed() -> None:
     bench = Bench()
     one = bench.follow(FakeRequest())
-    bench.kept.update([bench.keys(one, SEGMENTS[1])[0], bench.keys(one, SEGMENTS[1])[2]])
+    hashes = bench.hashes(one, SEGMENTS[1])
+    bench.report(kept=[hashes[0], hashes[2]])
     assert bench.planner.claim(one, 0, 0) == 28
 
 
@@ -170,6 +109,25 @@ def test_a_prompt_waits_for_tokens_that_another_one_computes_just_now() -> None:
     bench.planner.loads_failed()
     assert bench.planner.claim(two, 8, 8) is None
     bench.planner.end("one")
+    assert bench.planner.claim(two, 8, 8) == 32
+
+
+def test_a_prompt_that_waits_for_too_long_for_anothers_tokens_is_computed() -> None:
+    bench = Bench()
+    one, two = (bench.follow(FakeRequest(name)) for name in ("one", "two"))
+    bench.cache(one, SEGMENTS[1])
+    assert not bench.planner.allocated(one, 0)
+    assert bench.planner.claim(two, 8, 8) is None
+    bench.now = TIMEOUT_S - 0.1
+    assert bench.planner.claim(two, 8, 8) is None
+    bench.now = TIMEOUT_S
+    for _ in range(2):
+        assert bench.planner.claim(two, 8, 8) == 0
+    assert bench.planner.blended_from(two) is None
+    assert bench.counters.totals()["blends_given_up"] == 1
+    assert not bench.planner.allocated(two, 0)
+    bench.planner.end("one")
+    # It has begun to run since, and was preempted: it waits anew, were there anything to wait for.
     assert bench.planner.claim(two, 8, 8) == 32
 
 
@@ -257,7 +215,7 @@ def test_what_was_evicted_after_it_was_encoded_is_encoded_again_at_once() -> Non
     assert bench.planner.encode(one, (), list(range(20))) == []
     bench.cache(one, SEGMENTS[0])
     assert bench.planner.encode(one, (), list(range(20))) == []
-    bench.kept.clear()
+    bench.evict(one, SEGMENTS[0])
     assert len(bench.planner.encode(one, (), list(range(20)))) == 1
 
 
@@ -301,8 +259,9 @@ def test_every_plan_covers_whole_blocks_and_ends_in_a_cached_segment(
     bench, ends = Bench(prefix=()), sorted(edges)
     parts = [(2 * a, 2 * b) for a, b in zip(ends[::2], ends[1::2], strict=False)]
     one = bench.follow(FakeRequest(segments=parts))
-    keys = [key for part in parts for key in bench.keys(one, part)]
-    bench.kept.update(data.draw(st.sets(st.sampled_from(keys))))
+    hashes = [each for part in parts for each in bench.hashes(one, part)]
+    kept = data.draw(st.sets(st.sampled_from(hashes)))
+    bench.report(kept=list(kept))
     claimed = bench.planner.claim(one, 0, exact * BLOCK)
     if not claimed:
         return
@@ -313,4 +272,4 @@ def test_every_plan_covers_whole_blocks_and_ends_in_a_cached_segment(
     assert exact * BLOCK < order.end < one.num_tokens
     last = order.segments[-1]
     assert last.start < order.end <= last.end
-    assert bench.keys(one, last)[0] in bench.kept
+    assert bench.hashes(one, last)[max(exact * BLOCK - last.start, 0) // CHUNK] in kept

@@ -11,6 +11,7 @@ import pytest
 import torch
 from blend.conftest import DOCUMENTS, SHARED, Bench, prompt
 from small_llama import small_shape
+from storage.faulty_tier import FaultyTier
 from torch import Tensor
 
 from lwkv.blend import AllTokens, Deviation, NoTokens
@@ -81,9 +82,9 @@ class ReferenceLayers:
 class Rig:
     """A worker's half and lwkv's own blender on one engine."""
 
-    def __init__(self, selector: Deviation) -> None:
+    def __init__(self, selector: Deviation, tiers: Sequence[Any] = ()) -> None:
         device = torch.device("cpu")
-        self.bench = Bench(small_shape(4), device)
+        self.bench = Bench(small_shape(4), device, tiers=tiers)
         self.blender = self.bench.blender(NoTokens(), share=0.0)
         self.segments = SegmentCache(self.bench.engine, SHARED)
         self.rows = PagedRows(self.segments.connector)
@@ -217,6 +218,25 @@ def test_what_is_gone_is_computed(rig: Rig) -> None:
     assert rig.run([order]) == set()
     assert rig.counters.totals()["blend_tokens_computed"] == 45
     assert_near(rig.kv(order.slots), rig.expected(tokens, request, AllTokens(), 1.0, 45))
+
+
+def test_a_step_asks_no_lower_tier_for_a_segment() -> None:
+    tier = FaultyTier("disk")
+    rig = Rig(Deviation("v", (1,), (0.0,)), tiers=[tier])
+    rig.encode()
+    host = rig.bench.engine.parts().storage.host
+    rig.bench.engine.parts().storage.lower.settle()
+    assert rig.bench.engine.flush()
+    assert host.evict(host.evictable())
+    tokens, request = prompt([2, 0, 1])
+    order = order_of(tokens, request, 45)
+    tier.calls.clear()
+    assert rig.run([order]) == set()
+    assert not tier.calls_of("contains")
+    assert not tier.calls_of("get")
+    assert rig.counters.totals()["blend_tokens_computed"] == 45
+    assert_near(rig.kv(order.slots), rig.expected(tokens, request, AllTokens(), 1.0, 45))
+    rig.bench.close()
 
 
 def test_loads_that_fail_make_the_prompts_blocks_invalid(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 
-from lwkv.background.workers import Workers
 from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
+from lwkv.integrations.vllm.scheduler.lookup.look_ups import LookUps
 from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
 from lwkv.integrations.vllm.scheduler.prompt import wants_hits
 from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.storage.tier import HOST
-
-FAST_S = 0.002
-"""Seconds that a look-up into lower tiers may hold a step up; a request whose takes longer waits for it."""
 
 
 class Hits:
@@ -30,6 +26,7 @@ class Hits:
         waiting: the loads that requests wait for.
         costs: chooses what is worth loading; None to load all that is found.
         is_alone: whether there is only one request that has not ended.
+        look_ups: into lower tiers.
     """
 
     def __init__(
@@ -41,6 +38,7 @@ class Hits:
         waiting: WaitingLoads,
         costs: Costs | None,
         is_alone: Callable[[], bool],
+        look_ups: LookUps,
     ) -> None:
         self._index = index
         self._block_size = block_size
@@ -49,8 +47,7 @@ class Hits:
         self._waiting = waiting
         self._costs = costs
         self._is_alone = is_alone
-        self._look_ups = Workers("scheduler-look-up", 1)
-        self._last_look_up: Future[list[str | None]] | None = None
+        self._look_ups = look_ups
 
     def waits(self, request_id: str) -> bool:
         """Whether a request has to wait on for what lower tiers bring."""
@@ -58,7 +55,7 @@ class Hits:
 
     def of(self, tracked: RequestState, num_local: int) -> int | None:
         """Tokens beyond the first `num_local` to load; None while the request is to wait."""
-        if self._prefetches and not tracked.found.look_up_aside(self._index, self._look_up):
+        if self._prefetches and not tracked.found.look_up_aside(self._index, self._look_ups.begin):
             return None
         # Looked up where nothing is loaded, too: what some tier has need not be stored again.
         hit = tracked.found.hit(self._index, self._block_size, num_local)
@@ -67,22 +64,6 @@ class Hits:
         if hit and self._costs is not None:
             hit = self._worth_loading(tracked, hit, self._costs)
         return self._wait_or_load(tracked, hit) if hit and self._prefetches else hit
-
-    def close(self) -> None:
-        """End the thread that looks up."""
-        self._look_ups.leave()
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no look-up is under way; False if that takes over `timeout_s`."""
-        return self._look_ups.wait_idle(timeout_s)
-
-    def _look_up(self, look_up: Callable[[], list[str | None]]) -> Future[list[str | None]]:
-        """Look into lower tiers on another thread; a fast one that is idle has answered on return."""
-        is_idle = self._last_look_up is None or self._last_look_up.done()
-        self._last_look_up = self._look_ups.submit(look_up)
-        if is_idle:
-            wait([self._last_look_up], FAST_S)
-        return self._last_look_up
 
     def _worth_loading(self, tracked: RequestState, hit: int, costs: Costs) -> int:
         """Of `hit` tokens those that come sooner than they are computed."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Protocol, TypeAlias
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
@@ -41,22 +41,30 @@ class Rank:
     kept: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
 
-    def found(self, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """The nearest of its tiers that each chunk can be loaded from, or None."""
+    def found(self, chains: Sequence[Sequence[ChunkKey]]) -> list[str | None]:
+        """The nearest of its tiers that each chunk can be loaded from, or None, one chain after the other."""
+        keys = [key for chain in chains for key in chain]
         there: list[str | None] = [HOST if key.hash in self.kept else None for key in keys]
         if self.below is not None and not all(there):
             asked = [i for i, key in enumerate(keys) if there[i] is None and key.hash not in self.failed]
             for i, found in zip(asked, self.below.find([keys[i] for i in asked]), strict=True):
                 there[i] = found
-            if lower := [i for i in asked if there[i]]:
-                # It may wait long for its turn, and is not to go meanwhile: nor what comes before it.
-                self.below.follow(keys[: lower[-1] + 1])
+            for chain, tiers in zip(chains, _cut(there, chains), strict=True):
+                if lower := [i for i, tier in enumerate(tiers) if tier not in (None, HOST)]:
+                    # It may wait long for its turn, and is not to go meanwhile: nor what comes before it.
+                    self.below.follow(chain[: lower[-1] + 1])
         return there
 
 
 def leading(found: Sequence[str | None], first: int = 0) -> int:
     """How many chunks from `first` on are there without a gap."""
     return next((i for i in range(first, len(found)) if not found[i]), max(first, len(found))) - first
+
+
+def _cut(found: Sequence[str | None], chains: Sequence[Sequence[ChunkKey]]) -> list[Sequence[str | None]]:
+    """What was found of several chains, for each of them."""
+    ends = list(accumulate(map(len, chains), initial=0))
+    return [found[first:end] for first, end in pairwise(ends)]
 
 
 def _farther(tiers: Sequence[str | None]) -> str | None:
@@ -171,8 +179,13 @@ class ChunkIndex:
 
         Where ranks have it in several, one below host memory.
         """
-        by_rank = [rank.found(own) for rank, own in self._each(keys)]
-        return [_farther(tiers) for tiers in zip(*by_rank, strict=True)]
+        return list(self.found_in([keys])[0])
+
+    def found_in(self, chains: Sequence[RankKeys]) -> list[Sequence[str | None]]:
+        """As `found`, for chunks of several texts; each tier is asked once for all of them."""
+        by_rank = [rank.found(own) for rank, own in self._each_of(chains)]
+        found = [_farther(tiers) for tiers in zip(*by_rank, strict=True)]
+        return _cut(found, [keys[0] if found else [] for keys in chains])
 
     def asks_lower_tiers(self, keys: RankKeys) -> bool:
         """Whether `found` would ask a tier below host memory."""
@@ -202,6 +215,12 @@ class ChunkIndex:
     def _note(self, news: frozenset[bytes] | None) -> None:
         self.changes += 1
         self._news.append(news)
+
+    def _each_of(self, chains: Sequence[RankKeys]) -> Iterator[tuple[Rank, list[list[ChunkKey]]]]:
+        """Every rank with its own keys of each chain."""
+        if chains and all(chains):
+            for number, rank in enumerate(self._ranks[number] for number in sorted(self._ranks)):
+                yield rank, [keys[number] for keys in chains]
 
     def _each(self, keys: RankKeys) -> Iterator[tuple[Rank, list[ChunkKey]]]:
         """Every rank with its own keys."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lwkv.integrations.vllm.orders import Fetch, packed
 from lwkv.integrations.vllm.reports import RankReport
@@ -21,24 +22,32 @@ class WaitingLoad:
     """What one request waits for.
 
     Attributes:
-        number: names it in orders and reports; no number is used twice.
+        fetches: their numbers name them in orders and reports; no number is used twice.
         num_chunks: that are pinned in the host memory of each rank for it.
         since: when it began to wait.
         is_ordered: whether the workers have heard of it.
         is_over: whether the request does not wait any more.
         is_held: whether the workers keep its chunks.
         measures: whether no request waits for it: it shows how fast a tier is.
+        ended: the ranks and numbers of fetches that have ended.
     """
 
-    number: int
-    fetch: Fetch
+    fetches: Sequence[Fetch]
     num_chunks: int
     since: float
     is_ordered: bool = False
     is_over: bool = False
     is_held: bool = False
     measures: bool = False
-    ended: set[int] = field(default_factory=set)
+    ended: set[tuple[int, int]] = field(default_factory=set)
+
+
+class Wanted(NamedTuple):
+    """Chunks [first, end) of a text; `keys` are those of each rank, from the first chunk on."""
+
+    keys: RankKeys
+    first: int
+    end: int
 
 
 class WaitingLoads:
@@ -46,6 +55,7 @@ class WaitingLoads:
 
     Chunks are fetched in the order in which requests came, up to a limit for all of them together. A request
     waits for `timeout_s` at most; what has been fetched stays pinned as long again, and then may be evicted.
+    Names are those of requests, or of what else is fetched for one.
 
     Args:
         clock: seconds.
@@ -62,34 +72,52 @@ class WaitingLoads:
         self._timeout_s = timeout_s
         self._counters = counters
         self._clock = clock
-        self._loads: dict[str, WaitingLoad] = {}
+        self._loads: dict[Hashable, WaitingLoad] = {}
         self._to_begin: list[Fetch] = []
         self._to_release: list[int] = []
         self._last_number = 0
         self._throttle = LogThrottle(log, clock)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._loads
 
-    def begin(self, request_id: str, keys: RankKeys, first: int, end: int, most_chunks: int) -> None:
+    def begin(self, name: Hashable, keys: RankKeys, first: int, end: int, most_chunks: int) -> None:
         """Have chunks [first, end) of a prompt fetched, no more than `most_chunks` of them.
 
         Args:
             keys: of each rank, all chunks from the prompt's first on.
         """
-        self._last_number += 1
-        end = min(end, first + most_chunks)
-        fetch = Fetch(self._last_number, first, [packed(own[:end]) for own in keys])
-        self._loads[request_id] = WaitingLoad(fetch.number, fetch, end - first, self._clock())
+        self.begin_all(name, [Wanted(keys, first, end)], most_chunks)
+
+    def begin_all(
+        self, name: Hashable, wanted: Sequence[Wanted], most_chunks: int, since: float | None = None
+    ) -> None:
+        """Have chunks of several texts fetched, the first `most_chunks` of them.
+
+        Args:
+            since: when the request began to wait; None for now.
+        """
+        fetches, room = [], most_chunks
+        for keys, first, end in wanted:
+            end = min(end, first + room)
+            if end > first:
+                fetches.append(self._fetch(keys, first, end))
+                room -= end - first
+        since = self._clock() if since is None else since
+        self._loads[name] = WaitingLoad(fetches, most_chunks - room, since)
         self._counters.add("requests_waited")
+
+    def since(self, name: Hashable) -> float | None:
+        """When a request began to wait; None for one that has not, or has been loaded since."""
+        load = self._loads.get(name)
+        return None if load is None else load.since
 
     def measure(self, keys: RankKeys, chunk: int, most_chunks: int) -> None:
         """Have one chunk fetched for which no request waits, if there is room and no other one on its way."""
         if self._num_held() >= most_chunks or any(load.measures for load in self._loads.values()):
             return
-        self._last_number += 1
-        fetch = Fetch(self._last_number, chunk, [packed(own[: chunk + 1]) for own in keys], pins=False)
-        load = WaitingLoad(fetch.number, fetch, 1, self._clock())
+        fetch = self._fetch(keys, chunk, chunk + 1, pins=False)
+        load = WaitingLoad([fetch], 1, self._clock())
         load.is_ordered = load.is_held = load.is_over = load.measures = True
         self._loads[f"measurement {fetch.number}"] = load
         self._to_begin.append(fetch)
@@ -99,25 +127,24 @@ class WaitingLoads:
         """Chunks that are on their way from lower tiers for requests that wait."""
         return sum(load.num_chunks for load in self._loads.values() if load.is_held and not load.is_over)
 
-    def waits(self, request_id: str, most_chunks: int) -> bool:
+    def waits(self, name: Hashable, most_chunks: int) -> bool:
         """Whether a request has to wait on. At most `most_chunks` are fetched and kept, for all requests."""
-        load = self._loads.get(request_id)
+        load = self._loads.get(name)
         if load is None or load.is_over:
             return False
         if self._clock() - load.since >= self._timeout_s:
             self._give_up(load)
         elif not load.is_ordered and load.num_chunks <= most_chunks - self._num_held():
             load.is_ordered = load.is_held = True
-            self._to_begin.append(load.fetch)
+            self._to_begin += load.fetches
         return not load.is_over
 
     def learn(self, report: RankReport) -> None:
         """Take over which fetches have ended on a rank."""
         for name, load in list(self._loads.items()):
-            if load.number not in report.fetched:
-                continue
-            load.ended.add(report.info.rank)
-            if len(load.ended) < self._num_ranks:
+            ended = [fetch.number for fetch in load.fetches if fetch.number in report.fetched]
+            load.ended.update((report.info.rank, number) for number in ended)
+            if not ended or len(load.ended) < self._num_ranks * len(load.fetches):
                 continue
             if load.measures:
                 self.leave(name)
@@ -125,16 +152,16 @@ class WaitingLoads:
                 load.is_over = True
                 self._counters.add("chunks_prefetched", load.num_chunks)
 
-    def leave(self, request_id: str) -> None:
+    def leave(self, name: Hashable) -> None:
         """Give back what was fetched for a request that has been loaded, or has ended."""
-        load = self._loads.pop(request_id, None)
+        load = self._loads.pop(name, None)
         if load is not None:
             self._release(load)
 
     def clear(self) -> None:
         """Give everything back."""
-        for request_id in list(self._loads):
-            self.leave(request_id)
+        for name in list(self._loads):
+            self.leave(name)
 
     def orders(self) -> tuple[list[Fetch], list[int]]:
         """The fetches to begin, and the numbers of those to give back, since the last call."""
@@ -166,4 +193,8 @@ class WaitingLoads:
     def _release(self, load: WaitingLoad) -> None:
         if load.is_held:
             load.is_held = False
-            self._to_release.append(load.number)
+            self._to_release += [fetch.number for fetch in load.fetches]
+
+    def _fetch(self, keys: RankKeys, first: int, end: int, pins: bool = True) -> Fetch:
+        self._last_number += 1
+        return Fetch(self._last_number, first, [packed(own[:end]) for own in keys], pins)

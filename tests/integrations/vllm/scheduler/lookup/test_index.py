@@ -181,3 +181,17 @@ def test_lower_tiers_are_asked_again_for_a_waiting_request_after_news_or_a_while
     assert tracked.found.hit(index, CHUNK, 0) == 0
     now[0] += ASK_AGAIN_S
     assert tracked.found.hit(index, CHUNK, 0) == 3 * CHUNK
+
+
+def test_several_texts_are_looked_up_with_one_question_and_are_followed_each() -> None:
+    shelf = Shelf()
+    index = ChunkIndex(1, CHUNK, open_lower_tiers=lambda _: shelf)
+    index.introduce(info(0))
+    one, other = (index.keys(TOKENS[:end], (name,)) for end, name in ((3 * CHUNK, "a"), (2 * CHUNK, "b")))
+    shelf.keys = {one[0][1], other[0][0]}
+    index.learn(RankReport(info(0), 1, kept=[one[0][0].hash]))
+    assert index.found_in([one, other]) == [["host", "shelf", None], ["shelf", None]]
+    assert shelf.asked == [*one[0][1:], *other[0]]
+    assert shelf.followed == [one[0][:2], other[0][:1]]
+    assert index.found_in([]) == []
+    assert ChunkIndex(1, CHUNK).found_in([[], []]) == [[], []]

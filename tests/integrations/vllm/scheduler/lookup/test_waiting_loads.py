@@ -4,7 +4,7 @@ import pytest
 from storage.rig import Clock, keys
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
-from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
+from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads, Wanted
 from lwkv.telemetry.counters import Counters
 
 TIMEOUT_S = 10.0
@@ -69,6 +69,43 @@ def test_one_that_finds_no_room_begins_when_another_has_left_or_is_given_up() ->
     assert waiting.waits("b", 8)
     begun, released = waiting.orders()
     assert ([fetch.number for fetch in begun], released) == ([2], [1])
+
+
+def test_several_texts_of_one_request_are_one_load() -> None:
+    """Else two requests that each have room for half of theirs would wait for each other."""
+    waiting = Waiting()
+    one, other = [keys(1, 2), keys(1, 2)], [keys(5, 6, 7), keys(5, 6, 7)]
+    waiting.begin_all("a", [Wanted(one, 1, 2), Wanted(other, 0, 3)], 8)
+    assert waiting.waits("a", 8)
+    fetches, _ = waiting.orders()
+    assert [(fetch.number, fetch.first, len(fetch.keys[0][1]) // 16) for fetch in fetches] == [
+        (1, 1, 2),
+        (2, 0, 3),
+    ]
+    assert waiting.num_coming == 4
+    waiting.end(2)
+    assert waiting.waits("a", 8)
+    waiting.end(1)
+    assert not waiting.waits("a", 8)
+    waiting.leave("a")
+    assert waiting.orders() == ([], [1, 2])
+
+
+def test_several_texts_are_cut_to_the_limit_together() -> None:
+    waiting = Waiting()
+    wanted = [Wanted([keys(*range(9)), keys(*range(9))], first, 9) for first in (7, 0, 0)]
+    waiting.begin_all("a", wanted, 5)
+    assert waiting.waits("a", 5)
+    assert [len(fetch.keys[0][1]) // 16 - fetch.first for fetch in waiting.orders()[0]] == [2, 3]
+
+
+def test_a_request_that_has_waited_before_waits_no_longer_for_more() -> None:
+    waiting = Waiting()
+    chunks = [keys(1), keys(1)]
+    waiting.clock.now += TIMEOUT_S
+    waiting.begin_all("a", [Wanted(chunks, 0, 1)], 8, since=waiting.clock.now - TIMEOUT_S)
+    assert not waiting.waits("a", 8)
+    assert waiting.orders() == ([], [])
 
 
 def test_one_larger_than_the_limit_gets_its_beginning() -> None:

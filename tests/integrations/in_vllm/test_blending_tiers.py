@@ -1,0 +1,142 @@
+"""Documents below host memory are brought from there while their prompt waits, or are computed in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integrations.in_vllm.faulty_disk import FaultyDisk
+from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.rig import BLOCK, Engine, assert_same, prompt, started
+from integrations.in_vllm.test_blending import (
+    Documents,
+    ask,
+    blending,
+    compute_again,
+    count,
+    documents,
+    encode,
+    settle,
+)
+
+TIMEOUT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def shared(llama: Path, folder: Path) -> Iterator[Engine]:
+    settings = blending(blend_recompute_ratios=1.0, local_disk=str(folder), max_local_disk_size=0.25)
+    settings["kv_transfer_config"]["kv_connector_extra_config"]["load_timeout_s"] = TIMEOUT_S
+    with started(llama, enable_prefix_caching=True, max_num_batched_tokens=1024, **settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    compute_again(shared, 1.0)
+    yield shared
+    settle(shared)
+    shared.at_rest()
+    assert len(shared.scheduler.blending) == 0
+    assert not shared.scheduler.waiting._loads
+
+
+@pytest.fixture
+def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDisk]:
+    disk = FaultyDisk(folder, monkeypatch)
+    yield disk
+    disk.thaw()
+
+
+def only_on_disk(engine: Engine, parts: list[list[int]]) -> None:
+    encode(engine, parts)
+    engine.evict_all()
+    engine.ask([prompt(97, 5)], 1)  # the scheduler hears of it
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["alone", "together"])
+def test_documents_on_disk_are_blended_and_not_encoded_again(
+    engine: Engine, plain: Elsewhere, number: int
+) -> None:
+    parts = documents(200 + number, 100, 150, 77)
+    only_on_disk(engine, parts)
+    asked = [Documents(parts[::-1], prompt(210 + each, 33)) for each in range(number)]
+    reused, encoded = count(engine, "tokens_reused"), count(engine, "segments_encoded")
+    assert_same(ask(engine, asked), plain.ask([one.ids for one in asked]))
+    assert count(engine, "tokens_reused") - reused > number * (327 - BLOCK)
+    assert count(engine, "segments_encoded") == encoded
+
+
+def test_a_disk_that_hangs_delays_a_prompt_by_the_deadline_and_no_other_one(
+    engine: Engine, plain: Elsewhere, disk: FaultyDisk
+) -> None:
+    parts = documents(220, 100, 150)
+    only_on_disk(engine, parts)
+    asked = Documents(parts[::-1], prompt(221, 33))
+    beside = Documents([], prompt(222, 50), [])
+    wanted = plain.ask([asked.ids, beside.ids])
+    compute_again(engine, 0.0)
+    disk.freeze()
+    begin = time.monotonic()
+    assert_same(ask(engine, [asked, beside]), wanted)
+    # Looking up may take half a second, and the deadline comes once; it takes far longer than a prefill.
+    assert time.monotonic() - begin < 10 * TIMEOUT_S
+    assert disk.waited
+    disk.thaw()
+
+
+def test_a_disk_that_freezes_while_it_brings_documents_makes_them_missing(
+    engine: Engine, plain: Elsewhere, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has answered the look-up; what a client waits for is computed."""
+    parts = documents(230, 100, 150)
+    only_on_disk(engine, parts)
+    asked = Documents(parts[::-1], prompt(231, 33))
+    wanted = plain.ask([asked.ids])
+    compute_again(engine, 0.0)
+    begin = engine.scheduler.waiting.begin_all
+
+    def freeze_then(*arguments: object) -> None:
+        disk.freeze()
+        begin(*arguments)
+
+    monkeypatch.setattr(engine.scheduler.waiting, "begin_all", freeze_then)
+    before = engine.metric("vllm:lwkv_prefetches_given_up")
+    assert_same(ask(engine, [asked]), wanted)
+    disk.thaw()
+    settle(engine)
+    assert engine.metric("vllm:lwkv_prefetches_given_up") > before
+
+
+def test_files_that_go_while_a_prompt_waits_for_them_make_it_computed(
+    engine: Engine, plain: Elsewhere, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = documents(240, 100, 150)
+    only_on_disk(engine, parts)
+    asked = Documents(parts[::-1], prompt(241, 33))
+    wanted = plain.ask([asked.ids])
+    compute_again(engine, 0.0)
+    begin = engine.scheduler.waiting.begin_all
+
+    def lose_then(*arguments: object) -> None:
+        disk.lose_all()
+        begin(*arguments)
+
+    monkeypatch.setattr(engine.scheduler.waiting, "begin_all", lose_then)
+    assert_same(ask(engine, [asked]), wanted)
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(engine: Engine, disk: FaultyDisk) -> None:
+    parts = documents(250, 100, 150)
+    only_on_disk(engine, parts)
+    asked = Documents(parts[::-1], prompt(251, 33))
+    disk.freeze()
+    for steps in (1, 5):
+        engine.abort(asked.ids, steps, {"kv_transfer_params": {"lwkv_segments": asked.segments}})
+    disk.thaw()
