@@ -16,8 +16,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from lwkv.benchmarks.blend_tasks import cut_facts, look_alikes, needle, two_hops
-from lwkv.benchmarks.findings import table
+from lwkv.benchmarks.bench.findings import table
+from lwkv.benchmarks.blending.tasks import cut_facts, look_alikes, needle, two_hops
 from lwkv.blend import Deviation, FirstTokens, NoTokens, QueryAttention, RandomTokens, Selector
 from lwkv.cli.demo.arguments import add_model_arguments, load_chosen
 from lwkv.cli.demo.blend.play import ANSWER, QUESTION

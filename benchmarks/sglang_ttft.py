@@ -19,17 +19,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lwkv.benchmarks.child import Child
-from lwkv.benchmarks.sglang_child import Answer
-from lwkv.benchmarks.sglang_findings import Case, call_table, served_table, table
-from lwkv.benchmarks.sglang_load import (
+from lwkv.benchmarks.measuring.child import Child
+from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.sglang.child import Answer
+from lwkv.benchmarks.sglang.findings import Case, call_table, served_table, table
+from lwkv.benchmarks.sglang.load import (
     DECODED_PROMPT,
     DECODED_TOKENS,
     Load,
     Question,
     Served,
 )
-from lwkv.benchmarks.shapes import SHAPES, Shape
 from lwkv.benchmarks.vllm_ttft import write_model
 
 MODES = ("plain", "hicache", "lwkv")
@@ -51,7 +51,7 @@ class Engine:
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.name = name
-        self._child = Child(name, "lwkv.benchmarks.sglang_child", arguments, own_session=True)
+        self._child = Child(name, "lwkv.benchmarks.sglang.child", arguments, own_session=True)
 
     def ask(self, question: Question) -> Answer:
         """Raises RuntimeError where the engine has died."""
@@ -213,7 +213,7 @@ def engine_arguments(
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {
                 "linker": "TimedLinker",
-                "linker_module_path": "lwkv.benchmarks.sglang_timed",
+                "linker_module_path": "lwkv.benchmarks.sglang.timed_linker",
                 "linker_extra_config": {
                     "max_local_cpu_size": host_gib,
                     "extra_config": {"reserve_gib": host_gib},

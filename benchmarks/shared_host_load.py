@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from lwkv.benchmarks.bed import Bed, Slots
-from lwkv.benchmarks.owner import owner_of
-from lwkv.benchmarks.shapes import SHAPES
-from lwkv.benchmarks.timing import alternate_ms
+from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.owner import owner_of
+from lwkv.benchmarks.measuring.shapes import SHAPES
+from lwkv.benchmarks.measuring.timing import alternate_ms
 from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
 from lwkv.platforms import detect_platform
 from lwkv.pool.host_pool import PAGE_ALIGNMENT

@@ -27,9 +27,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lwkv.benchmarks.shapes import SHAPES, Shape
-from lwkv.benchmarks.vllm_blend_gates import Found, gates
-from lwkv.benchmarks.vllm_blend_parts import Parts
+from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm.blend_gates import Found, gates
+from lwkv.benchmarks.vllm.blend_parts import Parts
 from lwkv.benchmarks.vllm_ttft import Plan as TtftPlan
 from lwkv.benchmarks.vllm_ttft import engine_arguments, versions, write_model
 from lwkv.blend import Deviation, Selector

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lwkv.benchmarks.conversations import Conversations, Conversed
-from lwkv.benchmarks.shapes import SHAPES
-from lwkv.benchmarks.timing import percentile
+from lwkv.benchmarks.measuring.shapes import SHAPES
+from lwkv.benchmarks.measuring.timing import percentile
+from lwkv.benchmarks.vllm.conversations import Conversations, Conversed
 from lwkv.benchmarks.vllm_serving import MODES, started, write_result
 
 DEFAULT_MODES = ("plain", "lwkv", "native")

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lwkv.benchmarks.conversations import Conversations, Conversed
-from lwkv.benchmarks.owner import owner_of
-from lwkv.benchmarks.shapes import SHAPES, Shape
+from lwkv.benchmarks.measuring.owner import owner_of
+from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm.conversations import Conversations, Conversed
 from lwkv.benchmarks.vllm_conversations import Finding, Plan, faults, table
 from lwkv.benchmarks.vllm_serving import Engine, engine_arguments, write_result
 from lwkv.benchmarks.vllm_ttft import write_model

@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from lwkv.benchmarks.child import Child
-from lwkv.benchmarks.conversations import Conversations, Conversed
-from lwkv.benchmarks.shapes import SHAPES, Shape
-from lwkv.benchmarks.throttled_remote import installed_in
-from lwkv.benchmarks.timing import percentile
-from lwkv.benchmarks.vllm_load import Load, Served
+from lwkv.benchmarks.measuring.child import Child
+from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.measuring.timing import percentile
+from lwkv.benchmarks.throttled.remote import installed_in
+from lwkv.benchmarks.vllm.conversations import Conversations, Conversed
+from lwkv.benchmarks.vllm.load import Load, Served
 from lwkv.benchmarks.vllm_ttft import versions, write_model
 
 MODES = ("plain", "lwkv", "lwkv-bulk", "native", "lwkv-disk", "lwkv-1000", "lwkv-100", "lmcache")
@@ -168,7 +168,7 @@ class Engine:
         begin = time.perf_counter()
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(packages)]))
         own = {"PYTHONPATH": path, **(environment or {})}
-        self._child = Child(mode, "lwkv.benchmarks.vllm_load", arguments, own)
+        self._child = Child(mode, "lwkv.benchmarks.vllm.load", arguments, own)
         self.start_s = time.perf_counter() - begin
 
     def serve(self, load: Load) -> Served:

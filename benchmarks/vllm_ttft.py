@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lwkv.benchmarks.child import Child
-from lwkv.benchmarks.owner import owner_of
-from lwkv.benchmarks.shapes import SHAPES, Shape
-from lwkv.benchmarks.vllm_child import Answer, Prompt
+from lwkv.benchmarks.measuring.child import Child
+from lwkv.benchmarks.measuring.owner import owner_of
+from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.vllm.child import Answer, Prompt
 from lwkv.shared_host.client.status import read_status
 
 ENGINES = ("plain", "lwkv", "native", "lwkv-node")
@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.name = name
-        self._child = Child(name, "lwkv.benchmarks.vllm_child", arguments)
+        self._child = Child(name, "lwkv.benchmarks.vllm.child", arguments)
 
     def ask(self, prompt: Prompt) -> Answer:
         """Raises RuntimeError where the engine has died."""

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from small_llama import llama_config
 
 from lwkv.reference import ModelShape, find_smollm2
-from lwkv.reference.random_model import RandomTensors
-from lwkv.reference.smollm2 import INSTALL
+from lwkv.reference.model.random_model import RandomTensors
+from lwkv.reference.model_files.smollm2 import INSTALL
 
 in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
 needs_smollm2 = pytest.mark.skipif(

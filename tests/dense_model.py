@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lwkv.reference import ModelShape
-from lwkv.reference.random_model import RandomTensors
-from lwkv.reference.rope import inverse_frequencies, magnitude
+from lwkv.reference.model.random_model import RandomTensors
+from lwkv.reference.model.rope import inverse_frequencies, magnitude
 
 KV = tuple[list[Tensor], list[Tensor]]  # a layer's K before it is turned, and V: head by head
 # Called with a layer, the computed positions, and the K and V of all tokens.

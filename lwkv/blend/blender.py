@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lwkv.blend.controller import Decision, LoadingController, Reason, Work
-from lwkv.blend.forward import BlendPass, no_hook
-from lwkv.blend.head_start import HeadStart, head_start
+from lwkv.blend.forward.forward_pass import BlendPass, no_hook
+from lwkv.blend.forward.head_start import HeadStart, head_start
+from lwkv.blend.forward.paged_rows import PagedRows
+from lwkv.blend.forward.rows import Layout
 from lwkv.blend.model import BlendModel
-from lwkv.blend.paged_rows import PagedRows
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend, check_segments
-from lwkv.blend.rows import Layout
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector, require_share
+from lwkv.blend.share.batch_shares import Shares, timed
+from lwkv.blend.share.controller import Decision, LoadingController, Reason, Work
 from lwkv.blend.shared_prefix import SharedPrefix
-from lwkv.blend.shares import Shares, timed
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
 from lwkv.keys import TokenIds, as_token_ids

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lwkv.blend.forward.rows import Layout
 from lwkv.blend.request import CheckedBlend, Segment
-from lwkv.blend.rows import Layout
 from lwkv.blend.shared_prefix import SharedPrefix, shared_prefix_ids
 from lwkv.connectors.buffer import BufferConnector
 from lwkv.connectors.loader import Load

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lwkv.blend.rows import Layout
+from lwkv.blend.forward.rows import Layout
 from lwkv.errors import ConfigError
 from lwkv.platforms.protocol import Int64s
 

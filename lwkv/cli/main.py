@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "host": ("lwkv.cli.host", "Own host memory that the engines of this machine share"),
     "bench": (
-        "lwkv.benchmarks.command",
+        "lwkv.benchmarks.bench.command",
         "Measure loads, saves and their overlap, and the link itself (docs/benchmarks.md)",
     ),
 }

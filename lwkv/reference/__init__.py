@@ -8,17 +8,17 @@ from lwkv.reference.connect import describe_model, open_cache_engine
 from lwkv.reference.document import QUESTIONS, document_prompt, read_document
 from lwkv.reference.engine import ReferenceEngine, generate
 from lwkv.reference.forward import LayerMark, forward
-from lwkv.reference.gguf_file import GGUFFile, load_gguf
-from lwkv.reference.hf_folder import load_hf_folder
 from lwkv.reference.hooks import KVSteps, NoCache, StepOutcome
-from lwkv.reference.model import Model
-from lwkv.reference.random_model import random_model
+from lwkv.reference.model.llama import Model
+from lwkv.reference.model.random_model import random_model
+from lwkv.reference.model.rope import inverse_frequencies
+from lwkv.reference.model.shape import ModelShape, RopeScaling
+from lwkv.reference.model_files.gguf_file import GGUFFile, load_gguf
+from lwkv.reference.model_files.hf_folder import load_hf_folder
+from lwkv.reference.model_files.smollm2 import chat_prompt, find_smollm2, load_smollm2
+from lwkv.reference.model_files.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 from lwkv.reference.request import Answer, Prompt
-from lwkv.reference.rope import inverse_frequencies
 from lwkv.reference.scheduler import Limits, Lookup
-from lwkv.reference.shape import ModelShape, RopeScaling
-from lwkv.reference.smollm2 import chat_prompt, find_smollm2, load_smollm2
-from lwkv.reference.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 __all__ = [
     "LAYOUTS",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lwkv.connectors.rope import Rope
-from lwkv.reference.model import Model
-from lwkv.reference.rope import inverse_frequencies
-from lwkv.reference.shape import ModelShape
+from lwkv.reference.model.llama import Model
+from lwkv.reference.model.rope import inverse_frequencies
+from lwkv.reference.model.shape import ModelShape
 
 
 def model_rope(shape: ModelShape) -> Rope:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lwkv.errors import ConfigError
-from lwkv.reference.shape import ModelShape
+from lwkv.reference.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

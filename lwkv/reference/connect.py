@@ -9,7 +9,7 @@ from lwkv.engine import CacheEngine
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.reference.cache import PagedCache
-from lwkv.reference.model import Model
+from lwkv.reference.model.llama import Model
 from lwkv.storage import Tier
 from lwkv.telemetry.timeline import Timeline
 

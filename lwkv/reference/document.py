@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from lwkv.reference.smollm2 import chat_prompt
+from lwkv.reference.model_files.smollm2 import chat_prompt
 
 # With the words a right answer contains.
 QUESTIONS = {

@@ -14,7 +14,7 @@ from lwkv.reference.blocks import BlockAllocator
 from lwkv.reference.cache import PagedCache
 from lwkv.reference.forward import LayerMark, forward, no_mark
 from lwkv.reference.hooks import KVSteps, NoCache, StepOutcome
-from lwkv.reference.model import Model
+from lwkv.reference.model.llama import Model
 from lwkv.reference.request import Answer, Prompt, RequestState, block_slots
 from lwkv.reference.scheduler import Limits, Lookup, Scheduler, Work
 

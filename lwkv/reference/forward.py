@@ -11,7 +11,7 @@ from lwkv.reference.attention import attend
 from lwkv.reference.batch import Batch
 from lwkv.reference.cache import PagedCache
 from lwkv.reference.hooks import KVSteps
-from lwkv.reference.model import Model
+from lwkv.reference.model.llama import Model
 
 # Called with a phase and a layer, on the engine's thread: "start" of the layer, "wait" before the hook that
 # waits for its load, "attend" after it, "end" after the layer's last operation is queued.

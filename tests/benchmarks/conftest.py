@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lwkv.benchmarks import host, throttled
-from lwkv.benchmarks.bench import Bench
-from lwkv.benchmarks.shapes import TINY, Shape
+from lwkv.benchmarks.bench.run import Bench
+from lwkv.benchmarks.measuring.shapes import TINY, Shape
+from lwkv.benchmarks.throttled import part as throttled
+from lwkv.benchmarks.transfers import host
 from lwkv.platforms import Platform
 
 

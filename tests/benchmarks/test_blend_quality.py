@@ -9,7 +9,7 @@ import pytest
 from demo_model import write_model
 
 from lwkv.benchmarks.blend_quality import KINDS, difference, main, ways
-from lwkv.benchmarks.blend_tasks import cut_facts, look_alikes, needle, two_hops
+from lwkv.benchmarks.blending.tasks import cut_facts, look_alikes, needle, two_hops
 from lwkv.reference import read_document
 
 

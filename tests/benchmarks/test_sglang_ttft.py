@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from lwkv.benchmarks import sglang_ttft
-from lwkv.benchmarks.sglang_child import Answer
-from lwkv.benchmarks.sglang_findings import Case, call_table, served_table, table
-from lwkv.benchmarks.sglang_load import Load, Question, Served
+from lwkv.benchmarks.measuring.shapes import TINY
+from lwkv.benchmarks.sglang.child import Answer
+from lwkv.benchmarks.sglang.findings import Case, call_table, served_table, table
+from lwkv.benchmarks.sglang.load import Load, Question, Served
 from lwkv.benchmarks.sglang_ttft import PAGE, Plan, engine_arguments
-from lwkv.benchmarks.shapes import TINY
 
 
 class Cache:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lwkv.benchmarks.vllm.blend_gates import Found, gates
 from lwkv.benchmarks.vllm_blend import Plan, parser, report, selectors
-from lwkv.benchmarks.vllm_blend_gates import Found, gates
 
 PLAN = Plan(documents=3, tokens=16, question=5, share=0.15, repeats=2, seconds=1.0, every_s=0.5, eager=True)
 

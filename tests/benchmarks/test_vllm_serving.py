@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from lwkv.benchmarks.conversations import Conversations, Conversed, Conversing
-from lwkv.benchmarks.shapes import TINY
-from lwkv.benchmarks.throttled_remote import installed_in
+from lwkv.benchmarks.measuring.shapes import TINY
+from lwkv.benchmarks.throttled.remote import installed_in
+from lwkv.benchmarks.vllm.conversations import Conversations, Conversed, Conversing
+from lwkv.benchmarks.vllm.load import Load, Served, Server
 from lwkv.benchmarks.vllm_conversations import Finding as ConversationFinding
 from lwkv.benchmarks.vllm_conversations import Plan as ConversationPlan
 from lwkv.benchmarks.vllm_conversations import faults as conversation_faults
 from lwkv.benchmarks.vllm_conversations import table as conversation_table
-from lwkv.benchmarks.vllm_load import Load, Served, Server
 from lwkv.benchmarks.vllm_pair import Pair
 from lwkv.benchmarks.vllm_serving import Finding, Plan, engine_arguments, faults, table
 from lwkv.config.settings import Config

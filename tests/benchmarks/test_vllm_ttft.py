@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lwkv.benchmarks.shapes import LLAMA_8B, TINY, mla_of
-from lwkv.benchmarks.vllm_child import Answer, Prompt
+from lwkv.benchmarks.measuring.shapes import LLAMA_8B, TINY, mla_of
+from lwkv.benchmarks.vllm.child import Answer, Prompt
 from lwkv.benchmarks.vllm_ttft import Case, Plan, engine_arguments, faults, table, write_model
 
 

@@ -19,7 +19,7 @@ from lwkv.engine import CacheEngine
 from lwkv.platforms import Platform
 from lwkv.reference import ModelShape, PagedCache, open_cache_engine, random_model
 from lwkv.reference.blending import ReferenceBlend
-from lwkv.reference.random_model import RandomTensors
+from lwkv.reference.model.random_model import RandomTensors
 
 CHUNK = 8
 SEED = 3

@@ -25,7 +25,7 @@ from lwkv.blend.shared_prefix import DEFAULT_TEXT
 from lwkv.errors import ConfigError, RequestError
 from lwkv.reference import LAYOUTS, Model, ModelShape, RopeScaling, inverse_frequencies, random_model
 from lwkv.reference.blending import ReferenceBlend
-from lwkv.reference.rope import rotate
+from lwkv.reference.model.rope import rotate
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},

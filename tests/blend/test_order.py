@@ -14,7 +14,7 @@ from small_llama import small_shape
 from torch import Tensor
 
 from lwkv.blend import Blender, Deviation, FirstTokens, QueryAttention, blender
-from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.connectors import paged
 from lwkv.kernels import Rows
 from lwkv.keys import LayerKey

@@ -13,7 +13,7 @@ import torch
 from demo_model import needs_smollm2
 
 from lwkv.benchmarks.blend_quality import Way, measure
-from lwkv.benchmarks.blend_tasks import cut_facts, needle, two_hops
+from lwkv.benchmarks.blending.tasks import cut_facts, needle, two_hops
 from lwkv.blend import Deviation, NoTokens, QueryAttention, RandomTokens
 from lwkv.cli.demo.blend.trial import Behind, Task, Trial
 from lwkv.reference import load_smollm2

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lwkv.blend import AllTokens, BlendRequest, Deviation, FirstTokens, NoTokens, QueryAttention, RandomTokens
+from lwkv.blend.forward.rows import Layout
 from lwkv.blend.request import check_blend
-from lwkv.blend.rows import Layout
 from lwkv.blend.selector import top
 from lwkv.errors import ConfigError
 

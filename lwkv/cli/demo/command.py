@@ -21,7 +21,7 @@ from lwkv.cli.platform_choice import why_chosen
 from lwkv.cli.run_setup import core_for_transfers, make_writable
 from lwkv.kernels import choose_kernels
 from lwkv.platforms import Platform, detect_platform
-from lwkv.reference.packages import require_package
+from lwkv.reference.model_files.packages import require_package
 from lwkv.telemetry.timeline_picture import draw_timeline
 from lwkv.telemetry.timeline_trace import write_trace
 

@@ -22,11 +22,11 @@ from lwkv.reference import (
     tokenizer_from_folder,
     tokenizer_from_gguf,
 )
-from lwkv.reference.gguf_file import shape_from_gguf
-from lwkv.reference.hf_folder import SafetensorsFolder, shape_from_config
-from lwkv.reference.shape import ModelShape
-from lwkv.reference.smollm2 import INSTALL
-from lwkv.reference.weights import TensorSource, assemble
+from lwkv.reference.model.shape import ModelShape
+from lwkv.reference.model.weights import TensorSource, assemble
+from lwkv.reference.model_files.gguf_file import shape_from_gguf
+from lwkv.reference.model_files.hf_folder import SafetensorsFolder, shape_from_config
+from lwkv.reference.model_files.smollm2 import INSTALL
 
 
 @dataclass(frozen=True, slots=True)

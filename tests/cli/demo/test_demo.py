@@ -23,7 +23,7 @@ from lwkv.reference import (
     Prompt,
     document_prompt,
 )
-from lwkv.reference.smollm2 import INSTALL
+from lwkv.reference.model_files.smollm2 import INSTALL
 from lwkv.steps import LayerSteps
 
 FILES = ["cold.png", "cold.trace.json", "warm.png", "warm.trace.json"]

@@ -12,8 +12,8 @@ import torch
 from small_llama import llama_config
 
 from lwkv.reference import GGUFFile, find_smollm2
-from lwkv.reference.gguf_file import shape_from_gguf
-from lwkv.reference.smollm2 import INSTALL
+from lwkv.reference.model_files.gguf_file import shape_from_gguf
+from lwkv.reference.model_files.smollm2 import INSTALL
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,

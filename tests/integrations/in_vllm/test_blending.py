@@ -13,7 +13,7 @@ from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, CHUNK, Answer, Engine, assert_same, prompt, started, with_lwkv
 
 from lwkv.blend import Blender, BlendRequest, Deviation, NoTokens
-from lwkv.blend.attention import attend_paged
+from lwkv.blend.forward.attention import attend_paged
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
 from lwkv.reference import PagedCache, load_hf_folder, open_cache_engine

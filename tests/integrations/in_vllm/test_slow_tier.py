@@ -8,7 +8,7 @@ import pytest
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import CHUNK, assert_same, prompt, started, with_lwkv
 
-from lwkv.benchmarks.throttled_remote import installed_in
+from lwkv.benchmarks.throttled.remote import installed_in
 
 CHUNK_GIB = 4 * 2 * CHUNK * 2 * 32 * 4 / 2**30
 ROOM = 12

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 from storage.servers import Server
 
-from lwkv.benchmarks.bench import Bench
-from lwkv.benchmarks.findings import Absent
-from lwkv.benchmarks.remote import RemoteFindings, measure_remote
-from lwkv.benchmarks.shapes import TINY
+from lwkv.benchmarks.bench.findings import Absent
+from lwkv.benchmarks.bench.run import Bench
+from lwkv.benchmarks.measuring.shapes import TINY
+from lwkv.benchmarks.tiers.remote import RemoteFindings, measure_remote
 from lwkv.platforms import Platform
 
 MOVES = ["tier, put", "tier, get", "store", "load"]

@@ -22,7 +22,7 @@ from lwkv.cli.demo.blend.trial import Trial
 from lwkv.cli.demo.progress import progress_bar
 from lwkv.cli.run_setup import core_for_transfers, make_writable
 from lwkv.platforms import Platform, detect_platform
-from lwkv.reference.packages import require_package
+from lwkv.reference.model_files.packages import require_package
 
 # Tokens of the prompt beside the documents, at most.
 _MARGIN = 200

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lwkv.cli.demo.blend.play import SHARES, BlendFindings
-from lwkv.reference.packages import require_package
+from lwkv.reference.model_files.packages import require_package
 
 _MEANING = {
     "deviation": "those whose KV has changed most",

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lwkv.blend.paged_rows import PagedRows
-from lwkv.blend.rows import Layout
+from lwkv.blend.forward.paged_rows import PagedRows
+from lwkv.blend.forward.rows import Layout
 from lwkv.blend.selector import ByChange, top
 from lwkv.integrations.vllm.blending.calls import Call, Layers, States
 from lwkv.integrations.vllm.blending.runs import closed

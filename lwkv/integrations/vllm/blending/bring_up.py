@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lwkv.blend.attention import choose_attend_paged
-from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.forward.attention import choose_attend_paged
+from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.blend.selector import Deviation
 from lwkv.connectors.rope import Rope
@@ -25,8 +25,8 @@ from lwkv.integrations.vllm.blending.worker import BlendWorker
 from lwkv.integrations.vllm.scheduler.lookup.parts import LookUpParts
 from lwkv.integrations.vllm.settings import Settings
 from lwkv.integrations.vllm.worker.caches import layer_specs, only_group
-from lwkv.reference.hf_folder import shape_from_config
-from lwkv.reference.rope import inverse_frequencies
+from lwkv.reference.model.rope import inverse_frequencies
+from lwkv.reference.model_files.hf_folder import shape_from_config
 
 if TYPE_CHECKING:
     from lwkv.integrations.vllm.blending.layers import ModelLayers

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.blending.calls import States

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lwkv.blend.attention import AttendPaged
+from lwkv.blend.forward.attention import AttendPaged
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms.protocol import Int64s
 

@@ -9,9 +9,9 @@ from contextlib import closing, contextmanager
 import numpy as np
 import torch
 
-from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.forward.paged_rows import PagedRows
+from lwkv.blend.forward.rows import Layout
 from lwkv.blend.request import CheckedBlend
-from lwkv.blend.rows import Layout
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByChange
 from lwkv.errors import DEVICE_FAILURES

@@ -13,8 +13,8 @@ from blend.conftest import SHARED, Bench
 from small_llama import small_shape
 from torch import Tensor
 
-from lwkv.blend.attention import attend
-from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.forward.attention import attend
+from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError

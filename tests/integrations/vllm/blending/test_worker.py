@@ -15,8 +15,8 @@ from storage.faulty_tier import FaultyTier
 from torch import Tensor
 
 from lwkv.blend import AllTokens, Deviation, NoTokens
-from lwkv.blend.attention import attend
-from lwkv.blend.paged_rows import PagedRows
+from lwkv.blend.forward.attention import attend
+from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.integrations.vllm.blending.calls import Layers

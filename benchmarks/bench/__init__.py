@@ -1,0 +1,1 @@
+"""`lwkv bench`: its command, its parts by name, and what a run found."""

@@ -1,0 +1,1 @@
+"""Blends: their time, and the questions that show their quality."""

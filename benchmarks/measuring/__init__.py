@@ -1,0 +1,1 @@
+"""What all benchmarks use: an engine to measure, shapes, times, and processes of their own."""

@@ -1,0 +1,1 @@
+"""Loads and saves beside a model that computes."""

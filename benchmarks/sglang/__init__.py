@@ -1,0 +1,1 @@
+"""What runs in the processes of `sglang_ttft`, and tables of what was found."""

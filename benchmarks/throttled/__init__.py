@@ -1,0 +1,1 @@
+"""The pipeline with a tier and a model whose times are known."""

@@ -1,0 +1,1 @@
+"""Loads and saves alone, with no model beside them."""

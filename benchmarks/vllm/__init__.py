@@ -1,0 +1,1 @@
+"""What runs in the processes of `vllm_ttft`, `vllm_serving` and `vllm_conversations`."""

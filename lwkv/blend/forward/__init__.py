@@ -1,0 +1,1 @@
+"""The forward pass of a blend, over a few rows of each prompt."""

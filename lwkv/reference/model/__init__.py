@@ -1,0 +1,1 @@
+"""The model of the reference engine: its shape, its weights, its layers."""

@@ -1,0 +1,1 @@
+"""Models and tokenizers from files."""
