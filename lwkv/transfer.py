@@ -60,7 +60,9 @@ class Transfer:
 
     def is_whole(self, chunk_size: int) -> bool:
         """Whether every chunk is full and every token of it moved."""
-        return bool((self.chunk_tokens == chunk_size).all() and (self.slots != NO_SLOT).all())
+        if not (self.chunk_tokens == chunk_size).all():
+            return False
+        return self.device_slots is not None or bool((self.slots != NO_SLOT).all())
 
     def only(self, chunks: npt.NDArray[np.bool_]) -> Transfer:
         """The same without the chunks that are False, bool (chunks,)."""

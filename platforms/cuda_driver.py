@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
@@ -107,10 +107,12 @@ class CudaDriver:
             where = f" at run {out.failed.value} of {sizes.size}" if out.failed.value < sizes.size else ""
             raise self._error(f"cuMemcpyBatchAsync{where}", result)
 
-    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue `nbytes` from address `source` to `to`, in stream order."""
+    def copy_each(self, to: Sequence[int], source: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+        """Queue `sizes[i]` bytes from address `source[i]` to `to[i]`, by a call for each, in stream order."""
         entered = self._enter(self._streams.get(stream) or self._context_of_stream(stream))
-        result = self._calls["cuMemcpyAsync"](to, source, nbytes, stream)
+        copy, result = self._calls["cuMemcpyAsync"], 0
+        for run in zip(to, source, sizes, strict=True):
+            result = result or copy(*run, stream)
         if entered:
             self._leave()
         if result:

@@ -235,17 +235,20 @@ class Oracle:
         staging_buffers: int = 2,
         group_bytes: int = 0,
         host_timeout_s: float = 30.0,
+        load_streams: int = 2,
         **settings: Any,
     ) -> CacheEngine:
         """An engine whose staging holds a chunk and whose pool has `pages` pages in slabs of five."""
         stride = -(-self.page_bytes(chunk_size) // PAGE_STRIDE) * PAGE_STRIDE
-        least = 2 * staging_buffers * self.page_bytes(chunk_size)
+        buffers = staging_buffers + (staging_buffers if load_streams == 2 else 1)
+        least = buffers * self.page_bytes(chunk_size)
         if settings.get("page_codec") == "lossless":
-            least = 2 * (staging_buffers * self._coded_bytes(chunk_size) + self.page_bytes(chunk_size))
+            least = buffers * self._coded_bytes(chunk_size) + 2 * self.page_bytes(chunk_size)
         extra = {
             "staging_bytes": least if staging_bytes == LEAST else staging_bytes,
             "staging_buffers": staging_buffers,
             "lookahead_layers": lookahead,
+            "load_streams": load_streams,
             "group_bytes": group_bytes,
             "slab_bytes": 5 * stride,
             "host_memory_timeout_s": host_timeout_s,

@@ -380,13 +380,13 @@ def bulk(oracle: Oracle) -> Iterator[Run]:
         yield Run(oracle, engine)
 
 
-def calls_of(engine: CacheEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What is queued and waited for from here on, with its layer."""
-    calls: list[tuple[str, int]] = []
+def calls_of(engine: CacheEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What is queued and waited for from here on, with its layer or layers."""
+    calls: list[tuple[str, Any]] = []
     loader, saver = engine.connector.loader, engine.connector.saver
-    for half, name in ((loader, "load_layer"), (loader, "wait_layer"), (saver, "save_layer")):
+    for half, name in ((loader, "load_layer"), (loader, "wait_layer"), (saver, "save_layers")):
 
-        def record(batch: Any, layer: int, *rest: Any, name: str = name, call: Any = None) -> None:
+        def record(batch: Any, layer: Any, *rest: Any, name: str = name, call: Any = None) -> None:
             calls.append((name, layer))
             call(batch, layer, *rest)
 
@@ -408,7 +408,7 @@ def test_in_bulk_the_start_queues_and_waits_for_all_layers_and_the_end_saves_all
     bulk.forward()
     assert len(calls) == before, "nothing moves while the model computes"
     result = bulk.steps.wait_for_save()
-    assert calls[before:] == [("save_layer", layer) for layer in range(LAYERS)]
+    assert calls[before:] == [("save_layers", range(LAYERS))]
     bulk.require(result, loaded=True, stored=True)
 
 
@@ -422,7 +422,7 @@ def test_layer_by_layer_each_hook_moves_its_layer(run: Run, monkeypatch: pytest.
     assert calls[1:] == [("load_layer", 1), ("wait_layer", 0)]
     run.oracle.compute(FRESH, FROM, [0])
     run.steps.save_kv_layer(0)
-    assert calls[3:] == [("save_layer", 0)]
+    assert calls[3:] == [("save_layers", range(1))]
     run.forward()
     run.require(run.steps.wait_for_save(), loaded=True, stored=True)
 
@@ -490,7 +490,7 @@ def test_a_load_that_fails_on_the_device_is_told_by_the_result_and_no_hook_raise
 def test_a_store_that_failed_is_not_committed_however_late_it_ends(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail(run.engine, "save_layer", 1, monkeypatch)
+    fail(run.engine, "save_layers", 1, monkeypatch)
     with held_completions(run.engine):
         run.steps.begin((), run.stores)
         run.forward()
@@ -501,7 +501,7 @@ def test_a_store_that_failed_is_not_committed_however_late_it_ends(
 
 
 @pytest.mark.parametrize(
-    "place", [("save_layer", k) for k in range(LAYERS)] + [("begin_save", None)], ids=str
+    "place", [("save_layers", k) for k in range(LAYERS)] + [("begin_save", None)], ids=str
 )
 def test_a_store_that_fails_on_the_device_keeps_nothing_and_no_hook_raises(
     run: Run, place: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -524,7 +524,7 @@ def fail(engine: CacheEngine, name: str, layer: int | None, monkeypatch: pytest.
     call = getattr(half, name)
 
     def failing(batch: Any, number: Any, *rest: Any) -> Any:
-        if layer is None or number == layer:
+        if layer is None or layer in (number if isinstance(number, range) else (number,)):
             raise RuntimeError("the device is lost, says the test")
         return call(batch, number, *rest)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -64,6 +64,8 @@ class Config(BaseSettings):
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX)
+
+    usual_load_streams: ClassVar[int] = 2
 
     chunk_size: Count = Field(256, description="Tokens of a chunk, the unit of hashing, lookup and eviction.")
     local_cpu: Flag = Field(
@@ -235,6 +237,11 @@ class Config(BaseSettings):
     @property
     def staging_buffers(self) -> int:
         return self.extra_config.staging_buffers
+
+    @property
+    def load_streams(self) -> int:
+        """Streams of the device for loads: one for copies and kernels together, or one for each."""
+        return self.extra_config.load_streams or self.usual_load_streams
 
     @property
     def lookahead_layers(self) -> int:

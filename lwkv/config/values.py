@@ -115,6 +115,9 @@ CountOrNull = Annotated[
 CountOrZero = Annotated[
     int, Field(strict=True, ge=0, le=_MAX), Allowed("whole number", "a whole number of 0 or more")
 ]
+OneOrTwoOrNull = Annotated[
+    Annotated[int, Field(strict=True, ge=1, le=2)] | None, Allowed("whole number", "null, 1 or 2")
+]
 TwoOrMore = Annotated[
     int, Field(strict=True, ge=2, le=64), Allowed("whole number", "a whole number from 2 to 64")
 ]
@@ -178,6 +181,11 @@ class ExtraConfig(BaseModel):
         "device's, from 128 MiB to 256 MiB.",
     )
     staging_buffers: TwoOrMore = Field(default=2, description="Staging buffers that take turns.")
+    load_streams: OneOrTwoOrNull = Field(
+        default=None,
+        description="Streams of the device that loads use. 2: a kernel runs beside the next copy. 1: fewer "
+        "calls to the driver, and a staging buffer less. By default 1 in SGLang, 2 elsewhere.",
+    )
     lookahead_layers: CountOrZero = Field(
         default=1,
         description="How many layers from lower tiers are queued before the model asks for them. 0: no layer "

@@ -1,4 +1,4 @@
-"""One direction of travel: a stream of copies, a stream of kernels, and the staging between them."""
+"""One direction of travel: a stream of copies, one of kernels or the same, and the staging between them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ class Lane:
     Loads fill on `copies` and empty on `kernels`, saves the other way round. The host waits for no event of a
     buffer: these are recorded anew while other threads wait.
 
+    Where both are the same stream, its order is all that is needed: a buffer has no events, and the driver is
+    called 3 times for a buffer instead of 7. But no copy runs beside a kernel.
+
     Args:
         kernels: what fills or empties the buffers on the device's side.
         num_buffers, buffer_bytes: how much staging; two buffers let a copy run beside a kernel.
         loads: whether it is for loads.
         raw_bytes: how much memory for raw pages, where those in staging are coded.
+        one_stream: whether copies and kernels share a stream.
 
     Attributes:
         raw_pages: uint8 (raw_bytes,), the kernels stream's own: what it has decoded of one buffer, or is to
@@ -53,13 +57,14 @@ class Lane:
         buffer_bytes: int,
         loads: bool,
         raw_bytes: int = 0,
+        one_stream: bool = False,
     ) -> None:
-        self._platform, self._loads = platform, loads
+        self._platform, self._loads, self._one_stream = platform, loads, one_stream
         self._move, self._takes_handles = partial(kernels.move_layers, loads), kernels.takes_handles
-        self.copies = platform.new_stream(device)
         # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
         # waits: they fill the gaps that the model's leave.
         self.kernels = platform.new_stream(device, high_priority=loads)
+        self.copies = self.kernels if one_stream else platform.new_stream(device)
         streams = (self.copies, self.kernels)
         self._filler, self._emptier = streams if loads else reversed(streams)
         self.buffers = [self._new_buffer(device, buffer_bytes) for _ in range(num_buffers)]
@@ -76,7 +81,7 @@ class Lane:
         """
         buffer = self.buffers[self._turn]
         self._turn = (self._turn + 1) % len(self.buffers)
-        if buffer.used:
+        if buffer.used and not self._one_stream:
             self._wait_emptied(buffer)
         buffer.holds = None
         return buffer
@@ -108,17 +113,20 @@ class Lane:
 
     def mark_filled(self, buffer: StagingBuffer) -> None:
         """Take the buffer as full once all that the filling stream holds now is done."""
-        self._platform.record(buffer.filled, self._filler)
+        if not self._one_stream:
+            self._platform.record(buffer.filled, self._filler)
 
     def pass_on(self, buffer: StagingBuffer) -> None:
         """Let the emptying stream go on once the buffer, which was marked, is full."""
-        self._platform.wait_event(self._emptier, buffer.filled)
+        if not self._one_stream:
+            self._platform.wait_event(self._emptier, buffer.filled)
 
     def take_back(self, buffer: StagingBuffer) -> None:
         """Mark the buffer as empty once all that the emptying stream holds now is done."""
         buffer.holds = None
-        self._platform.record(buffer.emptied, self._emptier)
-        buffer.used = True
+        if not self._one_stream:
+            self._platform.record(buffer.emptied, self._emptier)
+            buffer.used = True
 
     def finish(self) -> None:
         """Block the host until both streams are empty."""

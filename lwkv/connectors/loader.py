@@ -224,9 +224,8 @@ class Loader(ABC, Generic[LoadT]):
     ) -> StagingBuffer:
         """Queue the copies of slice `number` of the layers into the buffer that it returns."""
         lane = load.lane
-        for layer in layers:
-            if layer not in load.recordings:
-                load.recordings[layer] = self._timeline.span("load", layer, lane.copies)
+        if self._timeline.is_on:
+            self._begin_recordings(load, layers)
         batch, buffer = load.plan.copy(layers, number, target, pages), lane.next_to_fill()
         self._platform.load_batch(buffer.memory, batch, lane.copies)
         # Marked here: by the time it is passed on, the copies of later layers may be queued behind it.
@@ -234,14 +233,20 @@ class Loader(ABC, Generic[LoadT]):
         buffer.holds = load.plan, layers, number
         return buffer
 
+    def _begin_recordings(self, load: LoadT, layers: range) -> None:
+        for layer in layers:
+            if layer not in load.recordings:
+                load.recordings[layer] = self._timeline.span("load", layer, load.lane.copies)
+
     def _mark_arrived(self, load: LoadT, layers: range) -> None:
         """Let whoever waits for `layers` go on behind what the kernels stream holds now."""
         lane = load.lane
         event = lane.spare_events.pop() if lane.spare_events else self._platform.new_event()
         self._platform.record(event, lane.kernels)
-        for layer in layers:
-            if layer in load.recordings:
-                load.recordings.pop(layer).end(lane.kernels)
+        if load.recordings:
+            for layer in layers:
+                if layer in load.recordings:
+                    load.recordings.pop(layer).end(lane.kernels)
         load.not_waited_for = event
         load.arrived[layers.start : layers.stop] = [event] * len(layers)
 

@@ -63,11 +63,14 @@ class PagedConnector(Caches):
         plans = Plans(self.platform, self.layers, pool, self.codec, config.chunk_size, chunks_per_slice)
         self.kernels = choose_kernels(self.platform)
         raw_bytes = chunks_per_slice * self._raw_page_bytes()
-        lane = partial(Lane, self.platform, self.device, self.kernels, config.staging_buffers, buffer_bytes)
-        lane = partial(lane, raw_bytes=raw_bytes)
+        for_saves, for_loads = config.staging_buffers, self._load_buffers()
+        lane = partial(Lane, self.platform, self.device, self.kernels)
+        lane = partial(lane, buffer_bytes=buffer_bytes, raw_bytes=raw_bytes)
+        loads = lane(num_buffers=for_loads, loads=True, one_stream=config.load_streams == 1)
         timeline = timeline or Timeline(self.platform, self.device, on=False)
-        self.loader = self._new_loader(plans, lane(loads=True), timeline)
-        self.saver = Saver(plans, lane(loads=False), timeline, config.group_bytes, self.page_bytes)
+        self.loader = self._new_loader(plans, loads, timeline)
+        saves = lane(num_buffers=for_saves, loads=False)
+        self.saver = Saver(plans, saves, timeline, config.group_bytes, self.page_bytes)
         self._compile(plans)
         self._running = True
 
@@ -104,8 +107,12 @@ class PagedConnector(Caches):
         """Bytes of the largest raw page that is decoded or coded; 0 where none is."""
         return max((coder.raw_bytes for coder in self._coders()), default=0)
 
+    def _load_buffers(self) -> int:
+        """Staging buffers for loads; a second one is of no use where nothing runs beside a copy."""
+        return self._config.staging_buffers if self._config.load_streams > 1 else 1
+
     def _buffer_bytes(self) -> int:
-        buffers = 2 * self._config.staging_buffers  # for loads and for saves
+        buffers = self._load_buffers() + self._config.staging_buffers  # for loads and for saves
         # What coded pages are decoded to, or coded from, is staging too.
         per_page = buffers * self.page_bytes + 2 * self._raw_page_bytes()
         _, total = self.platform.mem_info(self.device) or (0, 0)

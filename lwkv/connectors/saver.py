@@ -110,18 +110,18 @@ class Saver:
                 self._pool.add_spill(save.pages[layer], spill.reshape(-1, num_pages))
                 save.spilled |= {layer}
 
-    def save_layer(self, save: Save, layer: int) -> None:
-        """Save a layer that queued work of the current stream writes.
+    def save_layers(self, save: Save, layers: range) -> None:
+        """Save layers, one or more, that queued work of the current stream writes.
 
-        It is queued when its group is full, at the latest in `finish_save`: a model's own code makes ours
-        slow in between, and queued in a row, several layers take little more than one. Its rows must not
-        change before the call that `leave_save` orders.
+        They are queued when their group is full, at the latest in `finish_save`: a model's own code makes
+        ours slow in between, and queued in a row, several layers take little more than one. Their rows must
+        not change before the call that `leave_save` orders.
         """
         current = self._platform.current_stream(self._device)
-        if save.waiting and (current != save.stream or layer != save.waiting.stop):
+        if save.waiting and (current != save.stream or layers.start != save.waiting.stop):
             self.finish_save(save)
         save.stream = current
-        save.waiting = range(save.waiting.start if save.waiting else layer, layer + 1)
+        save.waiting = range(save.waiting.start if save.waiting else layers.start, layers.stop)
         if len(save.waiting) >= save.layers_per_group:
             self.finish_save(save)
 
@@ -190,7 +190,8 @@ class Saver:
         """Queue layers that share a staging buffer."""
         lane, pages = save.lane, save.pages[layers.start]
         sources = self._layers[layers.start : layers.stop]
-        recordings = [self._timeline.span("save", layer, lane.kernels) for layer in layers]
+        spanned = layers if self._timeline.is_on else ()
+        recordings = [self._timeline.span("save", layer, lane.kernels) for layer in spanned]
         for number, piece in enumerate(save.plan.slices(sources[0])):
             batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
             if save.plan.is_coded:

@@ -49,7 +49,7 @@ class SliceShape:
         may_share: whether several layers may share a staging buffer: they differ only in where they are.
         shared_page_bytes: bytes of a full raw page of such layers.
         full_rows: for each shape of pages, where K and V rows of full chunks lie in a staging buffer full of
-            them: int64 (2, rows), on the device. The same for every request.
+            them: two of int64 (rows,), on the device. The same for every request.
     """
 
     def __init__(self, layers: Sequence[PagedLayer], chunk_size: int, chunks_per_slice: int) -> None:
@@ -59,7 +59,7 @@ class SliceShape:
         self.shape = next(iter(forms))[0] if len(forms) == 1 else None
         full = Transfer(np.full(chunks_per_slice, chunk_size), np.arange(chunks_per_slice * chunk_size))
         rows = {shape: torch.from_numpy(full.rows(shape, chunks_per_slice)[0][1:]) for shape, _ in forms}
-        self.full_rows = {shape: numbers.to(layers[0].device) for shape, numbers in rows.items()}
+        self.full_rows = {shape: numbers.to(layers[0].device).unbind() for shape, numbers in rows.items()}
         self.shared_page_bytes = layers[0].page_bytes(chunk_size)
         self.may_share = (
             self.shared_page_bytes % ALIGNMENT == 0 and len({layer.form for layer in layers}) == 1
@@ -191,11 +191,14 @@ class Plan:
         return slice(start, start + self._slice_shape.chunks_per_slice)
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
-        slots, full = self.transfer.row_slots(shape.tokens_per_row), self._slice_shape.full_rows[shape]
+        slots = self.transfer.row_slots(shape.tokens_per_row)
+        k_rows, v_rows = self._slice_shape.full_rows[shape]
         known = self.transfer.device_slots
         on_device = self.uploads.send(torch.from_numpy(slots)) if known is None else self.uploads.keep(known)
         bounds = [*range(0, len(slots), self._slice_shape.chunks_per_slice * shape.rows), len(slots)]
-        return [Slice(a, b, Rows(on_device[a:b], *full[:, : b - a].unbind())) for a, b in pairwise(bounds)]
+        return [
+            Slice(a, b, Rows(on_device[a:b], k_rows[: b - a], v_rows[: b - a])) for a, b in pairwise(bounds)
+        ]
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         numbers, bounds = self.transfer.rows(shape, self._slice_shape.chunks_per_slice)

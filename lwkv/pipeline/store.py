@@ -56,11 +56,12 @@ class BatchStoring:
         """
         if not self._is_open:
             self._open()
-        while self.next_layer <= layer:
+        layers = range(self.next_layer, layer + 1)
+        if layers:
             if self._save is not None:
                 with DeviceFailuresTo(self._give_up):
-                    self._saver.save_layer(self._save, self.next_layer)
-            self.next_layer += 1
+                    self._saver.save_layers(self._save, layers)
+            self.next_layer = layers.stop
 
     def commit(self) -> None:
         """Queue what is left, and make the chunks visible once their bytes have arrived."""

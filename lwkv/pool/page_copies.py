@@ -47,7 +47,7 @@ class PageCopies:
         self._addresses = slabs.bases[self._slab_of] + self._offsets
         self._on_device = first * device_stride
         self._layer_bytes = pages.shape[1] * device_stride
-        self._sizes = np.add.reduceat(np.tile(sizes, len(pages)), first)
+        self._sizes = np.add.reduceat(sizes[None].repeat(len(pages), axis=0).ravel(), first)
         self._ends = [0, *starts.sum(axis=1).cumsum().tolist()]
 
     def batch(self, first: int, last: int) -> CopyBatch:

@@ -74,6 +74,11 @@ class Timeline:
         if on:
             self.restart()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether spans are recorded at all."""
+        return self._on
+
     def restart(self) -> None:
         """Drop all spans and make now the origin. Blocks the host until the current stream gets here."""
         self._kept.clear()

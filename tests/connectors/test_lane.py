@@ -27,6 +27,20 @@ def test_buffers_take_turns(lane: Lane) -> None:
     assert turns == (turns[:3] * 3)[:7]
 
 
+def test_one_stream_needs_no_event_of_a_buffer(
+    platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = Lane(platform, device, TorchKernels(), 1, 512, loads=True, one_stream=True)
+    assert lane.copies is lane.kernels
+    for call in ("record", "wait_event"):
+        monkeypatch.setattr(platform, call, lambda *_: pytest.fail("an event is used"))
+    for _ in range(3):
+        buffer = lane.next_to_fill()
+        lane.mark_filled(buffer)
+        lane.pass_on(buffer)
+        lane.take_back(buffer)
+
+
 def test_buffers_are_as_large_as_asked_for(lane: Lane, device: torch.device) -> None:
     memory = lane.next_to_fill().memory
     assert (memory.shape, memory.dtype, memory.device) == ((512,), torch.uint8, device)

@@ -298,7 +298,7 @@ def test_layers_of_a_group_that_are_not_given_one_after_the_other_go_to_their_ow
         save = connector.saver.begin_save(Transfer(np.array([8, 8]), np.array(run_slots(0, 16))), pages)
         load = connector.loader.begin_load(Transfer(np.array([8, 8]), np.array(slots)), pages)
         for layer in (0, 2, 3):
-            connector.saver.save_layer(save, layer)
+            connector.saver.save_layers(save, range(layer, layer + 1))
         connector.saver.finish_save(save)
         connector.saver.leave_save(save)
         connector.saver.end_save(save)

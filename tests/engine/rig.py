@@ -79,7 +79,7 @@ def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
         elif place == "pinned table":
             monkeypatch.setattr(RowTables, "new_table", refuse(MemoryError))
         elif place == "second layer":
-            for half, name in ((connector.loader, "load_layer"), (connector.saver, "save_layer")):
+            for half, name in ((connector.loader, "load_layer"), (connector.saver, "save_layers")):
                 monkeypatch.setattr(half, name, refuse_second(getattr(half, name)))
         elif place is not None:
             layer = int(place.split()[-1])

@@ -27,9 +27,15 @@ def oracle(platform: Platform, device: torch.device) -> Oracle:
 
 
 @pytest.fixture(params=[1, 2], ids=["a layer a buffer", "two layers a buffer"])
-def engine(oracle: Oracle, request: Any) -> Iterator[CacheEngine]:
-    staging = 4 * request.param * 5 * oracle.page_bytes(CHUNK)
-    with oracle.engine(CHUNK, staging_bytes=staging) as engine:
+def layers_per_buffer(request: Any) -> int:
+    number: int = request.param
+    return number
+
+
+@pytest.fixture(params=[1, 2], ids=["one stream", "two streams"])
+def engine(oracle: Oracle, request: Any, layers_per_buffer: int) -> Iterator[CacheEngine]:
+    staging = (request.param + 2) * layers_per_buffer * 5 * oracle.page_bytes(CHUNK)
+    with oracle.engine(CHUNK, staging_bytes=staging, load_streams=request.param) as engine:
         for tokens, slots in ((ONE, FROM[:24]), (OTHER, FROM[24:])):
             oracle.compute(tokens, slots)
             engine.store(tokens, slot_mapping=slots)

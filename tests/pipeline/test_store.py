@@ -42,9 +42,9 @@ def require_stored(oracle: Oracle, engine: CacheEngine) -> None:
 def test_whatever_layers_it_was_advanced_to_all_are_stored_once(
     oracle: Oracle, engine: CacheEngine, layers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, save_layer = [], engine.connector.saver.save_layer
+    saved, save_layers = [], engine.connector.saver.save_layers
     monkeypatch.setattr(
-        engine.connector.saver, "save_layer", lambda save, n: (saved.append(n), save_layer(save, n))
+        engine.connector.saver, "save_layers", lambda save, n: (saved.extend(n), save_layers(save, n))
     )
     storing = engine.storing([Request(TOKENS, FROM)])
     for layer in layers:

@@ -15,7 +15,7 @@ import torch
 
 from lwkv.platforms import CopyBatch, accelerator
 from lwkv.platforms.cpu import CPU
-from lwkv.platforms.cuda import CUDA
+from lwkv.platforms.cuda import CUDA, FEW_RUNS
 from lwkv.platforms.cuda_driver import CopyAttributes, CudaDriver
 
 STREAM_CONTEXT, THREAD_CONTEXT = 0x51, 0x7E
@@ -126,7 +126,7 @@ def numbers(address: int, count: int) -> list[int]:
     return list((c_size_t * count).from_address(address))
 
 
-def batch_of(slab: torch.Tensor, stable: bool = False, runs: int = 2) -> CopyBatch:
+def batch_of(slab: torch.Tensor, stable: bool = False, runs: int = FEW_RUNS + 1) -> CopyBatch:
     host, device = np.arange(runs) * 5 + 1, np.arange(runs) * 7 + 2
     return CopyBatch(
         [slab], np.zeros(runs, np.int64), host, slab.data_ptr() + host, device, np.arange(runs) + 3, stable
@@ -221,14 +221,26 @@ def test_a_save_copies_from_device_to_host_always_in_stream_order(cuda: CUDA, li
     assert library.batches == [(expected, ORDER_STREAM, 0xBEEF)]
 
 
-def test_a_single_run_is_one_copy_of_the_driver(cuda: CUDA, library: FakeLibrary) -> None:
+@pytest.mark.parametrize("runs", range(1, FEW_RUNS + 1))
+def test_few_runs_are_copied_by_a_call_for_each(cuda: CUDA, library: FakeLibrary, runs: int) -> None:
     stream, buffer = cuda.new_stream(torch.device("cuda", 0)), torch.zeros(64, dtype=torch.uint8)
-    batch = batch_of(torch.zeros(64, dtype=torch.uint8), runs=1)
+    batch = batch_of(torch.zeros(64, dtype=torch.uint8), runs=runs)
     cuda.load_batch(buffer, batch, stream)
     cuda.save_batch(buffer, batch, stream)
-    ((device, host, size),) = runs_of(batch, buffer)
-    expected = [[(device, host, size)], [(host, device, size)]]
-    assert library.batches == [(runs, ORDER_STREAM, 0xBEEF) for runs in expected]
+    expected = runs_of(batch, buffer) + [
+        (host, device, size) for device, host, size in runs_of(batch, buffer)
+    ]
+    assert library.batches == [([run], ORDER_STREAM, 0xBEEF) for run in expected]
+
+
+def test_few_runs_that_fail_leave_the_threads_context_and_raise_the_first_error(
+    cuda: CUDA, library: FakeLibrary
+) -> None:
+    stream, buffer = cuda.new_stream(torch.device("cuda", 0)), torch.zeros(64, dtype=torch.uint8)
+    library.result = 400
+    with pytest.raises(RuntimeError, match=r"^cuMemcpyAsync failed: CUDA_ERROR_INVALID_HANDLE \(400\)"):
+        cuda.load_batch(buffer, batch_of(torch.zeros(64, dtype=torch.uint8), runs=2), stream)
+    assert (len(library.batches), library.contexts) == (1, [THREAD_CONTEXT])
 
 
 @pytest.mark.parametrize(("handle", "runs"), [(0, 2), (1, 2), (0, 1), (0xBEEF, 0)])
@@ -253,7 +265,7 @@ def test_without_the_batch_call_a_batch_is_a_loop_of_copies(cuda: CUDA, driver: 
     assert not cuda.features.batch_copy
     assert cuda.features.host_register == (driver is not None)
     stream, buffer = cuda.new_stream(torch.device("cuda", 0)), torch.zeros(64, dtype=torch.uint8)
-    cuda.load_batch(buffer, batch_of(torch.arange(64, dtype=torch.uint8)), stream)
+    cuda.load_batch(buffer, batch_of(torch.arange(64, dtype=torch.uint8), runs=2), stream)
     assert buffer[:16].tolist() == [0, 0, 1, 2, 3, 0, 0, 0, 0, 6, 7, 8, 9, 0, 0, 0]
 
 
@@ -359,7 +371,7 @@ def test_memory_that_cannot_be_locked_says_what_to_lower(cuda: CUDA, library: Fa
         cuda.alloc_pinned(5000)
 
 
-@pytest.mark.parametrize("call", ["copy", "copy_batch"])
+@pytest.mark.parametrize("call", ["copy_each", "copy_batch"])
 def test_memory_dropped_while_a_thread_makes_its_out_arguments_is_unlocked(
     cuda: CUDA, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -367,7 +379,7 @@ def test_memory_dropped_while_a_thread_makes_its_out_arguments_is_unlocked(
     held, driver, byref = [cuda.alloc_pinned(5000)], cuda.driver, ctypes.byref
     assert driver is not None
     ones = np.ones(2, np.int64)
-    numbers = {"copy": (11, 21, 1, HANDLE), "copy_batch": (ones, ones, ones, HANDLE, False)}[call]
+    numbers = {"copy_each": ([11], [21], [1], HANDLE), "copy_batch": (ones, ones, ones, HANDLE, False)}[call]
     errors: list[str] = []
 
     def collect(memory: Any) -> Any:
@@ -394,7 +406,7 @@ def test_memory_dropped_inside_a_call_leaves_the_calls_context_alone(
     held, driver = [cuda.alloc_pinned(5000)], cuda.driver
     assert driver is not None
     library.contexts = [STREAM_CONTEXT]
-    driver.copy(11, 21, 1, HANDLE)
+    driver.copy_each([11], [21], [1], HANDLE)
     ask = driver._calls["cuCtxGetCurrent"]
 
     def ask_and_collect(out: Any) -> int:
@@ -403,7 +415,7 @@ def test_memory_dropped_inside_a_call_leaves_the_calls_context_alone(
         return result
 
     driver._calls["cuCtxGetCurrent"] = ask_and_collect
-    driver.copy(11, 21, 1, HANDLE)
+    driver.copy_each([11], [21], [1], HANDLE)
     assert (library.locked, library.contexts) == ({}, [STREAM_CONTEXT])
     assert library.stacks == [[STREAM_CONTEXT]] * 2, "the thread was in the stream's context already"
 

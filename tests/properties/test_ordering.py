@@ -39,6 +39,7 @@ LAYERS = 4
 SETTINGS: dict[str, Any] = {}
 STREAMS = ("compute", "load copies", "load kernels", "save copies", "save kernels")
 MIXES = [mix for count in range(len(STREAMS) + 1) for mix in combinations(STREAMS, count)]
+MIXES_OF_ONE = [mix for mix in MIXES if "load copies" not in mix]
 NEW, OLD, THIRD = (list(range(first, first + 24)) for first in (500, 900, 700))
 FIRST, SECOND = run_slots(3, 24), run_slots(32, 24, backwards=True)
 
@@ -485,6 +486,17 @@ def test_they_are_right_too_where_layers_travel_together(
 
 
 @pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("layers", [4, 12])
+def test_they_are_right_too_where_loads_have_one_stream(
+    cpu: CPU, name: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: dict[str, Any] = {} if layers == LAYERS else {"pages": 200, "staging_bytes": 1 << 16}
+    monkeypatch.setattr(sys.modules[__name__], "LAYERS", layers)
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", {"load_streams": 1, **together})
+    WAITS[name](cpu, keep)
+
+
+@pytest.mark.parametrize("name", WAITS)
 def test_they_are_right_too_where_an_event_does_not_cover_copies_to_the_host(name: str) -> None:
     platform = CopyEngine()
     WAITS[name](platform, keep)
@@ -618,10 +630,22 @@ def test_whatever_hangs_back_the_bytes_are_right(cpu: CPU, late: tuple[str, ...]
         run_mixed(stage)
 
 
+@pytest.mark.parametrize("buffered", [False, True], ids=["paged", "buffer"])
+@pytest.mark.parametrize("late", MIXES_OF_ONE, ids=[", ".join(mix) or "none" for mix in MIXES_OF_ONE])
+def test_whatever_hangs_back_the_bytes_are_right_where_loads_have_one_stream(
+    cpu: CPU, late: tuple[str, ...], buffered: bool
+) -> None:
+    with staged(cpu, buffered=buffered, lookahead=len(late) % 3, load_streams=1) as stage:
+        assert stage.stream("load copies") is stage.stream("load kernels")
+        stage.make_late(*late)
+        run_mixed(stage)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_slow_the_bytes_are_right(seed: int) -> None:
+@pytest.mark.parametrize("load_streams", [1, 2])
+def test_whatever_is_slow_the_bytes_are_right(seed: int, load_streams: int) -> None:
     rng = random.Random(seed)
     cpu = CPU(delay=lambda: rng.choice([0.0, 0.0, 0.0, 0.001]))
-    with staged(cpu, buffered=seed % 2 == 1) as stage:
+    with staged(cpu, buffered=seed % 2 == 1, load_streams=load_streams) as stage:
         run_mixed(stage)
     cpu.close()

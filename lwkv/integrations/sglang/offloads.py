@@ -59,8 +59,7 @@ class Offloads:
     def _start(self) -> None:
         requests, self._queued = self._queued, []
         with DeviceFailuresTo(_note_failure), self._order.use():
-            for _ in self._engine.store_batch(requests):
-                pass
+            self._engine.storing(requests).commit()
         # Jobs run one after the other: this one when the bytes have arrived, or never will.
         self._parts.completions.submit(partial(self._end, self._results, requests))
 

@@ -24,6 +24,8 @@ class Settings(Config):
     """
 
     page_size: ClassVar[int] = NOT_KNOWN
+    # A prefill of few new tokens waits for the thread that launches it, which also queues its loads.
+    usual_load_streams: ClassVar[int] = 1
 
     use_layerwise: Flag = Field(True, description="Load and save layer by layer while the model computes.")
     on_flush: Annotated[Literal["forget", "keep"], Allowed("text", "forget or keep")] = Field(

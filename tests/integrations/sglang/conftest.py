@@ -31,7 +31,7 @@ def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., Fak
     ) -> FakeSGLang:
         # Pages of the tensor are SGLang's only where heads come first in it.
         oracle = Oracle(platform, device, form, Dims(3 + drafts, device_pages, page, dtype=dtype))
-        engine = oracle.engine(page, **{"pages": 3 * 64, **settings})
+        engine = oracle.engine(page, **{"pages": 3 * 64, "load_streams": 1, **settings})
         forward = platform.new_stream(device) if stream else None
         if platform.name == "cpu" and forward is not None:
             forward.late = True  # nothing of the model is done before somebody waits for it
