@@ -358,7 +358,7 @@ def test_pages_that_cannot_be_stored_are_given_back(
 ) -> None:
     sglang = make()
     with monkeypatch.context() as patch:
-        patch.setattr(sglang.engine, "store_batch", fail)
+        patch.setattr(sglang.engine, "storing", fail)
         sglang.run(A)
     assert sglang.results == [False]
     assert "pages are not stored: RuntimeError" in caplog.text
