@@ -32,7 +32,7 @@ from lwkv.benchmarks.vllm.blend_gates import Found, gates
 from lwkv.benchmarks.vllm.blend_parts import Parts
 from lwkv.benchmarks.vllm_ttft import Plan as TtftPlan
 from lwkv.benchmarks.vllm_ttft import engine_arguments, versions, write_model
-from lwkv.blend import Deviation, Selector
+from lwkv.blend import Deviation, FirstTokens, NoTokens, QueryAttention, Selector
 
 ENGINES = ("plain", "blending")
 WARM_UPS = 3
@@ -48,7 +48,9 @@ def selectors(share: float, num_layers: int) -> dict[str, Selector]:
     return {
         "deviation": Deviation("v", (1,), (share,)),
         "gradual": Deviation("v", (1, 2), (min(share + 0.1, 1.0), share)),
-        "reuse": Deviation("v", (1,), (0.0,)),
+        "query": QueryAttention.of(num_layers),
+        "prefix_k": FirstTokens(),
+        "reuse": NoTokens(),
     }
 
 
@@ -80,14 +82,15 @@ class Plan:
 
     def rows(self, selector: Selector, num_layers: int) -> int:
         """The length of a prompt of which vLLM computes as many rows as a blend does."""
-        return int(self.reused * computed_share(selector, num_layers)) + self.question
+        if isinstance(selector, NoTokens):
+            return self.question
+        asking = selector.layer + 1 if isinstance(selector, QueryAttention) else 0
+        part = _mean_share(selector, num_layers) if isinstance(selector, Deviation) else self.share
+        return int(self.reused * part + self.question * asking / num_layers) + self.question
 
 
-def computed_share(selector: Selector, num_layers: int) -> float:
-    """Of the reused tokens, the part that a selector has computed, as the mean over the layers."""
-    assert isinstance(selector, Deviation), "what others compute does not depend on layers"
-    if not selector.shares[-1]:
-        return 0.0
+def _mean_share(selector: Deviation, num_layers: int) -> float:
+    """Of the reused tokens, the part that is computed, as the mean over the layers."""
     # What is chosen at a layer counts from the next one on.
     ends = [*(layer + 1 for layer in selector.layers), num_layers]
     shares = [1.0, *selector.shares]
@@ -110,6 +113,8 @@ class Child:
         if name != "plain":
             settings = {
                 "enable_blending": True,
+                # Its model is tried for all selectors, and the scheduler's half asks.
+                "blend_selector": "query",
                 "blend_recompute_ratios": plan.share,
                 "blend_shared_prefix": PREFIX,
                 "load_when": "always",
@@ -132,7 +137,7 @@ class Child:
     def run_selector(self, selector: Selector) -> Found:
         """Blends with one selector. All documents are encoded with the first prompt of the engine."""
         parts = Parts()
-        parts.select(selector)
+        parts.select(selector, 0.0 if isinstance(selector, NoTokens) else self.plan.share)
         rows = self.plan.rows(selector, self.shape.num_layers)
         before = parts.counts()
         found = Found(ttft_ms=self._ttfts(), rows=rows)

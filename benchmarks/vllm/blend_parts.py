@@ -23,9 +23,9 @@ class Parts:
 
         self._worker: Any = get_kv_transfer_group()._worker._blending
 
-    def select(self, selector: Any) -> None:
+    def select(self, selector: Any, share: float) -> None:
         """Have it choose in another way from now on."""
-        self._worker._selector = selector
+        self._worker.selector, self._worker.share = selector, share
 
     def flush(self) -> bool:
         """Wait until all that was stored can be found."""
@@ -66,19 +66,16 @@ class Parts:
     def compute(self, order: Any) -> Computing:
         """A blend whose loads are in place."""
         from lwkv.blend.segment_cache import lay_out
-        from lwkv.integrations.vllm.blending.blend_pass import BlendPass
         from lwkv.integrations.vllm.blending.worker import _prompt
 
         worker = self._worker
         loads = worker._loads(order)
         with_counts = [load.num_tokens - load.request.first for load in loads]
         layout = lay_out(_prompt(order, order.end), loads, with_counts)
-        selector = worker._selector
         _synchronize()
         begin = time.perf_counter()
         with worker._calling():
-            blend = BlendPass(worker._layers, worker._rows, layout, selector, selector.shares[-1])
-            computed = blend.run(lambda _: None)
+            computed = worker._pass(order, layout).run(lambda _: None)
         queued = time.perf_counter()
         _synchronize()
         return Computing(

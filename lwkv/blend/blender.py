@@ -18,7 +18,7 @@ from lwkv.blend.forward.rows import Layout
 from lwkv.blend.model import BlendModel
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend, check_segments
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
-from lwkv.blend.selector import ByChange, Deviation, NoTokens, Selector, require_share
+from lwkv.blend.selector import ByChange, NoTokens, Selector, configured_selector, require_share
 from lwkv.blend.share.batch_shares import Shares, timed
 from lwkv.blend.share.controller import Decision, LoadingController, Reason, Work
 from lwkv.blend.shared_prefix import SharedPrefix
@@ -62,8 +62,8 @@ class Blender:
         shared_prefix: what segments are computed behind and is then dropped, for it takes the attention that
             a text's first token otherwise draws to itself: the tokenizer's encode, for a text that lwkv has
             for it, or token ids, as of the beginning of all chats; () for none, which is nearly always worse.
-        selector: which reused tokens are computed again; by default as `blend_check_layers` and
-            `blend_recompute_ratios` say.
+        selector: which reused tokens are computed again; by default as `blend_selector`, `blend_check_layers`
+            and `blend_recompute_ratios` say.
         share: of the reused tokens, the part to compute again, always. By default a LoadingController decides
             for each batch, and the selector's own share, or the configured ratio, is the least.
 
@@ -86,8 +86,9 @@ class Blender:
             require_share("share", share)
         self.segments = SegmentCache(engine, shared_prefix)
         self.model = model
-        layers, shares = zip(*engine.config.blend_plan, strict=True)
-        self.selector: Selector = selector or Deviation("v", layers, shares)
+        plan = engine.config.blend_plan
+        name = engine.config.blend_selector
+        self.selector = selector or configured_selector(name, plan, model.num_layers)
         _require_layers(self.selector, model.num_layers)
         self._min_tokens = engine.config.blend_min_tokens
         self._connector = self.segments.connector
@@ -96,7 +97,7 @@ class Blender:
         self._counters = engine.parts().counters
         by_change = self.selector if isinstance(self.selector, ByChange) else None
         self._full_layers = by_change.layers[0] if by_change else 0
-        usual = by_change.shares[-1] if by_change else shares[-1]
+        usual = by_change.shares[-1] if by_change else plan[-1][1]
         self._least_share = usual if share is None else share
         controller = LoadingController(usual) if share is None else None
         self._shares = Shares(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -164,6 +165,27 @@ class QueryAttention:
             raise ConfigError(
                 f"layers {self.first_layer} to {self.layer} are no layers to ask; allowed: 0 <= a <= b"
             )
+
+
+def configured_selector(name: str, plan: Sequence[tuple[int, float]], num_layers: int) -> Selector:
+    """What `blend_selector` means in a model of so many layers.
+
+    Args:
+        plan: check layers with their shares, as of `Config.blend_plan`.
+
+    Raises:
+        ConfigError: as `Deviation`, or a check layer that the model does not have.
+    """
+    if name == "query":
+        return QueryAttention.of(num_layers)
+    if name == "prefix_k":
+        return FirstTokens()
+    layers, shares = zip(*plan, strict=True)
+    if layers[-1] >= num_layers:
+        raise ConfigError(
+            f"blend_check_layers: got {layers}; allowed are layers 1 to {num_layers - 1} of this model"
+        )
+    return Deviation("v", layers, shares)
 
 
 def require_share(name: str, share: float) -> None:

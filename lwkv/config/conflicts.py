@@ -19,6 +19,7 @@ class Settings(Protocol):
     enable_blending: bool
     use_layerwise: bool
     use_gpu: bool
+    blend_selector: Literal["deviation", "query", "prefix_k"]
     blend_check_layers: tuple[int, ...] | None
     blend_recompute_ratios: tuple[float, ...] | None
     local_cpu: bool
@@ -73,6 +74,9 @@ def _blending(config: Settings) -> Iterator[Conflict]:
             ("enable_blending", "use_gpu"),
             "blending needs the staging buffer on the device; set use_gpu to true",
         )
+    if config.blend_selector != "deviation" and config.blend_check_layers is not None:
+        advice = "only deviation has check layers; leave blend_check_layers out, or choose by deviation"
+        yield ("blend_selector", "blend_check_layers"), advice
     yield from _ratios(len(config.blend_check_layers or CHECK_LAYERS), config.blend_recompute_ratios)
 
 

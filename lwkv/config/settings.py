@@ -28,6 +28,7 @@ from lwkv.config.sources import PREFIX, Read, read_environment, read_file
 from lwkv.config.values import (
     CHECK_LAYERS,
     RECOMPUTE_RATIOS,
+    BlendSelector,
     CheckLayers,
     Count,
     CountOrZero,
@@ -100,6 +101,11 @@ class Config(BaseSettings):
     )
     use_gpu: Flag = Field(
         True, description="Stage many chunks at a time on the device; false for one. Blending needs true."
+    )
+    blend_selector: BlendSelector = Field(
+        "deviation",
+        description="Which tokens are recomputed: those that changed most at the check layers (deviation), "
+        "those that the question looks at (query), or the first of each part (prefix_k).",
     )
     blend_recompute_ratios: Ratios = Field(
         None, description="Share of the tokens that each check layer picks to recompute; null means 0.15."

@@ -158,6 +158,9 @@ WritePolicy = Annotated[
     Literal["write_through", "write_back"], Allowed("text", "write_through or write_back")
 ]
 PageCodecName = Annotated[Literal["auto", "raw", "lossless"], Allowed("text", "auto, raw or lossless")]
+BlendSelector = Annotated[
+    Literal["deviation", "query", "prefix_k"], Allowed("text", "deviation, query or prefix_k")
+]
 CheckLayers = Annotated[
     _Layers | None,
     BeforeValidator(_as_tuple),

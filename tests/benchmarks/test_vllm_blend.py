@@ -26,6 +26,8 @@ def test_rows_are_those_that_a_blend_computes() -> None:
     rows = {name: plan.rows(selector, 32) for name, selector in known.items()}
     assert rows["deviation"] == int(8192 * (2 / 32 + 30 / 32 * 0.15)) + 64
     assert rows["gradual"] == int(8192 * (2 / 32 + 1 / 32 * 0.25 + 29 / 32 * 0.15)) + 64
+    assert rows["query"] == int(8192 * 0.15 + 64 * 22 / 32) + 64
+    assert rows["prefix_k"] == int(8192 * 0.15) + 64
     assert rows["reuse"] == 64
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lwkv.blend import AllTokens, BlendRequest, Deviation, FirstTokens, NoTokens, QueryAttention, RandomTokens
 from lwkv.blend.forward.rows import Layout
 from lwkv.blend.request import check_blend
-from lwkv.blend.selector import top
+from lwkv.blend.selector import configured_selector, top
 from lwkv.errors import ConfigError
 
 
@@ -121,3 +121,23 @@ def test_selectors_that_cannot_choose_are_refused(make: object, text: str) -> No
 def test_layers_that_the_model_does_not_have_are_refused(selector: object, bench: Bench) -> None:
     with pytest.raises(ConfigError, match="layer 4 is to be checked, but the model has layers 0 to 3"):
         bench.blender(selector)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("deviation", Deviation("v", (1,), (0.15,))),
+        ("query", QueryAttention.of(4)),
+        ("prefix_k", FirstTokens()),
+    ],
+)
+def test_a_blender_chooses_as_is_configured(name: str, wanted: object, bench: Bench) -> None:
+    other = Bench(bench.shape, torch.device("cpu"), blend_selector=name)
+    assert other.blender().selector == wanted
+    other.close()
+
+
+def test_several_check_layers_are_gradual_filtering_and_have_to_exist() -> None:
+    assert configured_selector("deviation", [(1, 0.3), (3, 0.1)], 4) == Deviation("v", (1, 3), (0.3, 0.1))
+    with pytest.raises(ConfigError, match=r"blend_check_layers: got \(1, 4\); allowed are layers 1 to 3"):
+        configured_selector("deviation", [(1, 0.3), (4, 0.1)], 4)

@@ -9,6 +9,7 @@ _BLENDING = "used by lwkv.blend"
 STATUS = {
     "write_policy": _TIERS,
     "enable_blending": "used by lwkv.blend and in vLLM; refused in SGLang",
+    "blend_selector": _BLENDING,
     "blend_recompute_ratios": _BLENDING,
     "blend_check_layers": _BLENDING,
     "blend_min_tokens": _BLENDING,

@@ -134,6 +134,8 @@ def test_text_of_the_environment_that_is_no_such_number_is_refused(
         ("blend_check_layers", 1.0),
         ("blend_special_str", ""),
         ("blend_special_str", None),
+        ("blend_selector", "magic"),
+        ("blend_selector", None),
         ("local_disk", True),
         ("local_disk", " "),
         ("local_disk", "file://"),
@@ -447,6 +449,10 @@ BLENDING = {"enable_blending": True, "use_layerwise": True}
                 "blend_recompute_ratios=None (default)",
                 "2 check layers",
             ],
+        ),
+        (
+            {**BLENDING, "blend_selector": "query", "blend_check_layers": 1},
+            ["blend_selector='query' (argument)", "blend_check_layers=(1,) (argument)", "leave blend_check"],
         ),
         (
             {**BLENDING, "blend_check_layers": [1, 8], "blend_recompute_ratios": [0.1, 0.2]},

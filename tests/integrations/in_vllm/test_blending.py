@@ -12,7 +12,7 @@ import pytest
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, CHUNK, Answer, Engine, assert_same, prompt, started, with_lwkv
 
-from lwkv.blend import Blender, BlendRequest, Deviation, NoTokens
+from lwkv.blend import Blender, BlendRequest, Deviation, FirstTokens, NoTokens, QueryAttention, Selector
 from lwkv.blend.forward.attention import attend_paged
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
@@ -63,7 +63,13 @@ def settle(engine: Engine) -> None:
 
 def compute_again(engine: Engine, share: float) -> None:
     """Choose another share of the reused tokens than the engine was started with."""
-    engine.worker._blending._selector = Deviation("v", (1,), (share,))
+    choose(engine, Deviation("v", (1,), (share,)), share)
+
+
+def choose(engine: Engine, selector: Selector, share: float) -> None:
+    """Choose the tokens that are computed again in another way than the engine was started with."""
+    blending = engine.worker._blending
+    blending.selector, blending.share = selector, share
 
 
 def count(engine: Engine, name: str) -> int:
@@ -77,7 +83,7 @@ def blending(**settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shared(llama: Path) -> Iterator[Engine]:
-    settings = blending(blend_recompute_ratios=1.0) | {"max_num_batched_tokens": 1024}
+    settings = blending(blend_selector="query", blend_recompute_ratios=1.0) | {"max_num_batched_tokens": 1024}
     with started(llama, enable_prefix_caching=True, **settings) as engine:
         yield engine
 
@@ -113,7 +119,7 @@ def test_without_tokens_computed_again_it_equals_plain_reuse(
     asked = Documents([parts[1], parts[2], parts[0]], prompt(22, 30), head)
     compute_again(engine, 0.0)
     (found,) = ask(engine, [asked], 1)
-    wanted = reused_plainly(llama, parts, asked)
+    wanted = blended_elsewhere(llama, parts, asked, NoTokens(), 0.0)
     token = found.tokens[0]
     assert token == int(wanted.argmax())
     assert abs(found.logprobs[0] - float(wanted[token])) < 1e-3
@@ -150,13 +156,47 @@ def test_rows_that_lwkv_attends_to_give_what_vllms_own_attention_gives(
     assert [module.impl for module in modules] == own
 
 
-def reused_plainly(llama: Path, parts: Sequence[list[int]], asked: Documents) -> Any:
+@pytest.mark.parametrize("selector", [FirstTokens(), QueryAttention.of(4), QueryAttention(0, 3)])
+def test_what_is_chosen_before_the_first_layer_is_lwkvs_own_choice(
+    engine: Engine, llama: Path, selector: Selector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No others are computed with them.
+    monkeypatch.setattr(engine.worker._blending._layers, "most_gap", 0)
+    parts = documents(13, 90, 64, 71)
+    encode(engine, parts)
+    head = prompt(131, 8 * BLOCK - 225 - 2)  # so that the last document ends with a block
+    asked = Documents([parts[1], parts[2], parts[0]], prompt(132, 30), head)
+    choose(engine, selector, 0.2)
+    before = count(engine, "tokens_chosen")
+    (found,) = ask(engine, [asked], 1)
+    assert count(engine, "tokens_chosen") - before == 45
+    wanted = blended_elsewhere(llama, parts, asked, selector, 0.2)
+    plain_reuse = blended_elsewhere(llama, parts, asked, NoTokens(), 0.0)
+    token = found.tokens[0]
+    assert token == int(wanted.argmax())
+    assert abs(found.logprobs[0] - float(wanted[token])) < 1e-3
+    assert abs(found.logprobs[0] - float(plain_reuse[token])) > 1e-3
+
+
+def test_a_question_that_is_cut_has_deviation_choose(engine: Engine) -> None:
+    """The step has room for a part of it only."""
+    parts = documents(14, 90, 64)
+    encode(engine, parts)
+    choose(engine, QueryAttention.of(4), 0.2)
+    before = count(engine, "questions_missing")
+    ask(engine, [Documents(parts[::-1], prompt(141, 1100))], 1)
+    assert count(engine, "questions_missing") - before == 1
+
+
+def blended_elsewhere(
+    llama: Path, parts: Sequence[list[int]], asked: Documents, selector: Selector, share: float
+) -> Any:
     """Log-probabilities of lwkv's own engine, float32 (vocab,)."""
     model = load_hf_folder(llama)
     cache = PagedCache(model.shape, num_blocks=80, block_size=16)
     settings = {"use_layerwise": True, "enable_blending": True, "blend_min_tokens": 0, "chunk_size": CHUNK}
     with open_cache_engine(Config(max_local_cpu_size=0.1, **settings), model, cache, "tiny") as engine:
-        blender = Blender(engine, ReferenceBlend(model), shared_prefix=PREFIX, selector=NoTokens(), share=0.0)
+        blender = Blender(engine, ReferenceBlend(model), shared_prefix=PREFIX, selector=selector, share=share)
         for part in parts:
             blender.encode(part, np.arange(blender.num_encoded(len(part))))
         assert engine.flush()

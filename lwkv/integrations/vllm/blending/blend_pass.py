@@ -11,13 +11,14 @@ from torch import Tensor
 
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.forward.rows import Layout
-from lwkv.blend.selector import ByChange, top
+from lwkv.blend.selector import AtStart, ByAttention, ByChange, Selector, top
 from lwkv.integrations.vllm.blending.calls import Call, Layers, States
+from lwkv.integrations.vllm.blending.question import Question, ask
 from lwkv.integrations.vllm.blending.runs import closed
 from lwkv.kernels import Rows as CacheRows
+from lwkv.platforms.protocol import Int64s
 
-MOST_GAP = 1
-"""Rows between two chosen ones that are computed with them: attention reads the keys anew for each run."""
+Wait = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +42,38 @@ class BlendPass:
 
     Args:
         layout: what is known of the prompt, and reused.
-        selector: chooses by what has changed at its check layers.
+        selector: chooses which of the reused tokens are computed.
         share: of the reused tokens, the part to compute again in the last layers.
+        question: what asks; for selectors by attention.
     """
 
     def __init__(
-        self, layers: Layers, cache: PagedRows, layout: Layout, selector: ByChange, share: float
+        self,
+        layers: Layers,
+        cache: PagedRows,
+        layout: Layout,
+        selector: Selector,
+        share: float,
+        question: Question | None = None,
     ) -> None:
         self._layers, self._cache, self._layout = layers, cache, layout
-        self._selector, self._share = selector, share
+        self._selector, self._share, self._question = selector, share, question
         self._reused = len(layout.candidates)
         self._always = layout.always
-        first = layout.candidates if share > 0 else np.zeros(0, np.int64)
-        self._positions = layout.with_always(first)
+        chooses = self._reused > 0 and share > 0
+        self._checks = selector if chooses and isinstance(selector, ByChange) else None
+        self._positions = layout.with_always(layout.candidates if chooses else np.zeros(0, np.int64))
+        self._row_layers = 0
 
     @torch.inference_mode()
-    def run(self, wait: Callable[[int], None]) -> Computed:
-        """Queue all of it on the current stream; the chosen rows are read back at each check layer.
+    def run(self, wait: Wait) -> Computed:
+        """Queue all of it on the current stream; the rows are read back wherever some are chosen by scores.
 
         Args:
             wait: returns when work queued from now on finds a layer's loads in the cache; called for every
-                layer, in order.
+                layer, in order, and before that for some of them where a question asks.
         """
-        row_layers = 0
+        self._choose_first(wait)
         calls, states = self._begin()
         for layer in range(self._layers.num_layers):
             wait(layer)
@@ -72,10 +82,25 @@ class BlendPass:
             share = self._share_at(layer)
             old = None if share is None else self._cache.read(layer, self._rows())
             states = self._layers.run(layer, calls, states)
-            row_layers += len(self._positions)
+            self._row_layers += len(self._positions)
             if share is not None and old is not None:
                 calls, states = self._choose(layer, old, share, states)
-        return Computed(len(self._positions) - len(self._always), row_layers)
+        return Computed(len(self._positions) - len(self._always), self._row_layers)
+
+    def _choose_first(self, wait: Wait) -> None:
+        """Leave out what a selector knows before the first layer."""
+        if not self._reused or not 0 < self._share < 1:
+            return
+        if isinstance(self._selector, AtStart):
+            chosen = self._selector.choose(self._layout, self._budget(self._share))
+            numbers = np.flatnonzero(np.isin(self._positions, self._layout.with_always(chosen)))
+            self._keep(numbers)
+        elif isinstance(self._selector, ByAttention):
+            assert self._question is not None, "a selector by attention needs one"
+            place = self._layers, self._cache, self._layout
+            paid, rows = ask(*place, self._question, self._selector, wait)
+            self._row_layers += rows
+            self._keep(self._best(paid[self._cache.send(self._positions)], self._budget(self._share)))
 
     def _begin(self) -> tuple[list[Call], States]:
         prompt = self._layout.prompt
@@ -89,12 +114,10 @@ class BlendPass:
 
     def _share_at(self, layer: int) -> float | None:
         """The share of the reused tokens that goes on behind a check layer; None where all rows do."""
-        selector = self._selector
-        if not self._reused or self._share <= 0 or layer not in selector.layers:
+        checks = self._checks
+        if checks is None or layer not in checks.layers or layer == self._layers.num_layers - 1:
             return None
-        if layer == self._layers.num_layers - 1:
-            return None
-        mine, last = selector.shares[selector.layers.index(layer)], selector.shares[-1]
+        mine, last = checks.shares[checks.layers.index(layer)], checks.shares[-1]
         share = mine * self._share / last if last else self._share
         return share if share < 1 else None
 
@@ -102,16 +125,29 @@ class BlendPass:
         self, layer: int, old: tuple[Tensor, Tensor], share: float, states: States
     ) -> tuple[list[Call], States]:
         """Go on with the rows that are always computed, and those that have changed most."""
-        scores = self._selector.score(*self._cache.read(layer, self._rows()), *old)
-        always = np.isin(self._positions, self._always)
-        on_device = self._cache.send(always.astype(np.int64)).bool()
-        budget = min(max(round(self._reused * share), 1), self._reused)
-        if self._selector.threshold is not None:
-            budget = min(budget, int(((scores >= self._selector.threshold) & ~on_device).sum()))
-        kept = top(scores, on_device, min(len(self._always) + budget, len(always))).cpu().numpy()
-        kept = closed(kept, self._positions, MOST_GAP)
-        self._positions = self._positions[kept]
+        assert self._checks is not None, "others choose before the first layer"
+        scores = self._checks.score(*self._cache.read(layer, self._rows()), *old)
+        kept = self._best(scores, self._budget(share), self._checks.threshold)
+        self._keep(kept)
+        if not len(kept):
+            return [], states
         numbers = self._cache.send(kept)
         residual = None if states.residual is None else states.residual[numbers]
         states = States(states.hidden[numbers], residual)
         return self._layers.calls(self._positions, self._layout.prompt.slots), states
+
+    def _best(self, scores: Tensor, budget: int, threshold: float | None = None) -> Int64s:
+        """The numbers of the rows that are always computed, and of so many others with the highest scores."""
+        always = np.isin(self._positions, self._always)
+        on_device = self._cache.send(always.astype(np.int64)).bool()
+        if threshold is not None:
+            budget = min(budget, int(((scores >= threshold) & ~on_device).sum()))
+        kept = top(scores, on_device, min(int(always.sum()) + budget, len(always)))
+        return closed(kept.cpu().numpy(), self._positions, self._layers.most_gap)
+
+    def _keep(self, numbers: Int64s) -> None:
+        self._positions = self._positions[numbers]
+
+    def _budget(self, share: float) -> int:
+        """How many reused tokens may be computed: one at least."""
+        return min(max(round(self._reused * share), 1), self._reused)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lwkv.blend.forward.attention import choose_attend_paged
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.segment_cache import SegmentCache
-from lwkv.blend.selector import Deviation
+from lwkv.blend.selector import Deviation, configured_selector
 from lwkv.connectors.rope import Rope
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
@@ -41,14 +41,15 @@ def make_planner(settings: Settings, vllm_config: Any, group: Any, parts: LookUp
     """The scheduler's half. Raises ConfigError."""
     encode = encoder(vllm_config.model_config)
     num_layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
-    layers, shares = zip(*settings.blend_plan, strict=True)
+    share = settings.blend_plan[-1][1]
     sizes = BlendSizes(
         block_size=int(group.kv_cache_spec.block_size),
         chunk_size=settings.chunk_size,
         min_tokens=settings.blend_min_tokens,
         most_rows=int(vllm_config.scheduler_config.max_num_batched_tokens),
-        full_layers=min((layers[-1] + 1) / num_layers, 1.0) if shares[0] > 0 else 0.0,
-        share=shares[-1],
+        full_layers=full_layers(settings, num_layers) / num_layers if share else 0.0,
+        share=share,
+        asks=asks(settings),
     )
     prefix = prefix_ids(settings, encode)
     find = PromptSegments(find_separator(settings, encode))
@@ -70,22 +71,35 @@ def make_blend_worker(
     segments = SegmentCache(engine, prefix_ids(settings, encoder(vllm_config.model_config)))
     rows = PagedRows(segments.connector)
     layers, block_size = _layers(model, engine, vllm_config, kv_cache_config, rows)
-    check_layers, shares = zip(*settings.blend_plan, strict=True)
-    selector = Deviation("v", check_layers, shares)
-    if selector.layers[-1] >= layers.num_layers:
-        raise ConfigError(
-            f"blend_check_layers: got {selector.layers}; allowed are layers 1 to {layers.num_layers - 1}"
-        )
+    selector = configured_selector(settings.blend_selector, settings.blend_plan, layers.num_layers)
     rope = model_rope(vllm_config.model_config)
     segments.connector.set_rope(rope)
     far = min(int(vllm_config.model_config.max_model_len) - 1, FARTHEST)
-    StartCheck(model, layers, rows, block_size, rope, far).run()
+    StartCheck(model, layers, rows, block_size, rope, far, asks(settings)).run()
     log.info(
-        "prompts are blended: the layers of %s were tried; shares %s are chosen at layers %s, and segments "
-        "are computed behind %d tokens",
-        *(type(model).__name__, shares, check_layers, len(segments.shared_prefix)),
+        "prompts are blended: the layers of %s were tried; %s of the reused tokens are chosen by %s, and "
+        "segments are computed behind %d tokens",
+        *(type(model).__name__, settings.blend_plan[-1][1], selector, len(segments.shared_prefix)),
     )
-    return BlendWorker(segments, layers, selector, block_size, engine.parts().counters)
+    share = settings.blend_plan[-1][1]
+    return BlendWorker(segments, layers, selector, share, block_size, engine.parts().counters)
+
+
+def asks(settings: Settings) -> bool:
+    """Whether tokens are chosen by what a question looks at."""
+    return settings.blend_selector == "query" and settings.blend_plan[-1][1] > 0
+
+
+def full_layers(settings: Settings, num_layers: int) -> int:
+    """In how many of the model's layers all reused tokens are computed.
+
+    By deviation, what is chosen at a check layer counts from the next one on. Where a question cannot be
+    asked, deviation chooses.
+    """
+    if settings.blend_selector == "prefix_k":
+        return 0
+    last = settings.blend_plan[-1][0] if settings.blend_selector == "deviation" else Deviation().layers[-1]
+    return min(last + 1, num_layers)
 
 
 def _seen(model: Any) -> Any:

@@ -35,13 +35,25 @@ class Call:
     by_rows: bool
 
 
+class Seen(NamedTuple):
+    """A layer that was computed, and its attention: turned q, and what came out, (rows, heads, head size)."""
+
+    states: States
+    q: Tensor
+    attended: Tensor
+
+
 class Layers(Protocol):
-    """What a pass asks of `ModelLayers`."""
+    """What a pass asks of `ModelLayers`. Rows between two runs that are no more than `most_gap` are better
+    computed with them."""
 
     num_layers: int
+    most_gap: int
 
     def embed(self, tokens: Int64s) -> States: ...
 
     def calls(self, positions: Int64s, slots: Int64s) -> list[Call]: ...
 
     def run(self, layer: int, calls: Sequence[Call], states: States) -> States: ...
+
+    def run_seen(self, layer: int, calls: Sequence[Call], states: States) -> Seen: ...

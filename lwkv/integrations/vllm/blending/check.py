@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lwkv.blend.forward.attention import attend
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
@@ -41,13 +42,21 @@ class StartCheck:
     Args:
         model: as vLLM has loaded it.
         far: a position up to which keys are moved.
+        asks: whether tokens are chosen by what a question looks at.
     """
 
     def __init__(
-        self, model: Any, layers: ModelLayers, cache: PagedRows, block_size: int, rope: Rope, far: int
+        self,
+        model: Any,
+        layers: ModelLayers,
+        cache: PagedRows,
+        block_size: int,
+        rope: Rope,
+        far: int,
+        asks: bool = False,
     ) -> None:
         self._model, self._layers, self._cache, self._rope = model, layers, cache, rope
-        self._far = far
+        self._far, self._asks = far, asks
         self._slots: Int64s = BLOCK * block_size + np.arange(block_size)
         self._tokens = np.array([1, 2, 1, 2], np.int64)
         self._name = type(model).__name__
@@ -77,6 +86,8 @@ class StartCheck:
             for part in zip(found, wanted, strict=True):
                 self._require_same(what, *part)
         self._check_apart(own)
+        if self._asks:
+            self._check_query()
         self._check_rope()
 
     def _check_apart(self, own: Tensor) -> None:
@@ -89,6 +100,21 @@ class StartCheck:
         if self._layers.row_attentions is not None:
             found = self._walk(rows, by_rows=True)
             self._require_near(f"{what}, by lwkv's kernel", found, wanted, allowed)
+
+    def _check_query(self) -> None:
+        """What is seen of each layer's attention explains what it gives: softmax of q k / sqrt(head size)."""
+        whole = np.arange(len(self._tokens))
+        calls, states = self._layers.calls(whole, self._slots), self._layers.embed(self._tokens)
+        for layer in range(self._layers.num_layers):
+            seen = self._layers.run_seen(layer, calls, states)
+            states = seen.states
+            k, v = self._cache.read(layer, self._at(whole))
+            self._require_near(
+                f"attention of layer {layer} is not plain softmax of q k / sqrt(head size), which "
+                "blend_selector 'query' needs (deviation and prefix_k do not)",
+                *(seen.attended, attend(seen.q, k, v, calls[0].positions)),
+                TOLERANCE.get(k.dtype, 0.0),
+            )
 
     def _check_rope(self) -> None:
         """A key that is moved is the key that the model computes there, in every layer.

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from lwkv.integrations.vllm.blending.calls import Call, States
+from lwkv.integrations.vllm.blending.calls import Call, Seen, States
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, RowMetadata, is_better
 from lwkv.integrations.vllm.blending.runs import Piece, pieces
 from lwkv.platforms.protocol import Int64s
+
+MOST_GAP = 1
+"""Rows between two runs that are computed with them: vLLM's attention reads the keys anew for each run."""
 
 
 class ModelLayers:
@@ -47,14 +50,17 @@ class ModelLayers:
         row_attentions: RowAttentions | None = None,
     ) -> None:
         self.row_attentions = row_attentions
+        self.most_gap = MOST_GAP if row_attentions is None else 0
         self._send = send
         self._decoder, self._config, self._names = decoder, vllm_config, names
         self._layers: Sequence[nn.Module] = list(decoder.layers)
         self.num_layers = len(self._layers)
         self.device = device
+        known = vllm_config.compilation_config.static_forward_context
+        self._attentions: Sequence[nn.Module] = [known[name] for name in names]
         self._block_size = int(spec.block_size)
         self._most_rows, self._most_runs = most_rows, most_runs
-        backend = vllm_config.compilation_config.static_forward_context[names[0]].get_attn_backend()
+        backend = known[names[0]].get_attn_backend()
         # One of its own: vLLM's keeps what its next step needs.
         self._builder = backend.get_builder_cls()(spec, list(names), vllm_config, device)
 
@@ -94,6 +100,24 @@ class ModelLayers:
             return done[0]
         hidden, residual = zip(*done, strict=True)
         return States(torch.cat(hidden), torch.cat(residual))
+
+    def run_seen(self, layer: int, calls: Sequence[Call], states: States) -> Seen:
+        """As `run`; gives also what the layer's attention gets, and what it makes of it."""
+        attention: Any = self._attentions[layer]
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def note(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], out: Tensor) -> None:
+            seen.append((given[0] if given else named["query"], out))
+
+        # For these calls only: vLLM's own have been compiled, or are in a graph.
+        hook = attention.register_forward_hook(note, with_kwargs=True)
+        try:
+            states = self.run(layer, calls, states)
+        finally:
+            hook.remove()
+        q, attended = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        heads = attention.num_heads, attention.head_size
+        return Seen(states, q.view(-1, *heads), attended.view(-1, *heads))
 
     def finish(self, states: States) -> Tensor:
         """What the model's forward pass returns: (rows, hidden)."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from lwkv.blend.request import Segment
 from lwkv.platforms.protocol import Int64s
@@ -13,12 +15,16 @@ class BlendOrder:
     """One prompt whose first `end` tokens are to be in its blocks before the step's forward pass.
 
     Attributes:
-        tokens: int64 (tokens,), to the end of the last segment that is loaded, which may be behind `end`.
+        tokens: int64 (tokens,), to the end of the last segment that is loaded, or of the question: both may
+            be behind `end`.
         salts: what else the keys stand for.
         slots: int64 (end,), of the first `end` tokens.
         num_local: leading tokens whose KV is in place.
         num_exact: leading tokens that are in place or cached as an ordinary prefill has stored them.
         segments: those of which at least one chunk is cached, ascending; what is in none of them is computed.
+        question_slots: int64 (n,), of the tokens from `end` to the prompt's end. The step's forward pass
+            computes them, and overwrites what is there before. Empty where nobody asks, or the step does not
+            have all of them.
     """
 
     tokens: Int64s
@@ -27,6 +33,7 @@ class BlendOrder:
     num_local: int
     num_exact: int
     segments: tuple[Segment, ...]
+    question_slots: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def end(self) -> int:

@@ -18,6 +18,7 @@ class BlendSizes:
         most_rows: rows that a step may compute for blends, in every layer: `max_num_batched_tokens`.
         full_layers: the part of the model's layers in which all rows are computed.
         share: of the reused tokens, the part that is computed in the others.
+        asks: whether the selector needs the tokens behind the blend, too.
     """
 
     block_size: int
@@ -26,6 +27,7 @@ class BlendSizes:
     most_rows: int
     full_layers: float
     share: float
+    asks: bool = False
 
     def rows(self, reused: int, always: int) -> float:
         """Rows that a blend computes, as so many in every layer."""

@@ -18,6 +18,7 @@ from lwkv.integrations.vllm.blending.prompt_chunks import PromptChunks
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
 from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
 from lwkv.integrations.vllm.blending.settled_blocks import SettledBlocks
+from lwkv.platforms.protocol import Int64s
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 
@@ -185,9 +186,18 @@ class BlendPlanner:
         size, chunk = self._sizes.block_size, self._sizes.chunk_size
         # Keys of chunks need all of their tokens.
         last = max([plan.num_exact + -plan.num_exact % chunk, *(part.end + 1 for part in plan.segments)])
-        tokens = np.array(request.all_token_ids[: max(last, plan.end)], np.int64)
-        slots = slots_of(blocks, size)[: plan.end]
-        return BlendOrder(tokens, salts, slots, plan.num_local, plan.num_exact, plan.segments)
+        slots = slots_of(blocks, size)
+        question = self._question(slots, plan.end, request.num_tokens)
+        tokens = np.array(request.all_token_ids[: max(last, plan.end + len(question))], np.int64)
+        return BlendOrder(
+            *(tokens, salts, slots[: plan.end], plan.num_local, plan.num_exact, plan.segments, question)
+        )
+
+    def _question(self, slots: Int64s, end: int, num_tokens: int) -> Int64s:
+        """The slots of all tokens behind a blend; none where nobody asks, or the step lacks some of them."""
+        sizes = self._sizes
+        is_asked = sizes.asks and num_tokens <= len(slots) and num_tokens - end <= sizes.most_rows
+        return slots[end:num_tokens] if is_asked else slots[:0]
 
     def encode(self, request: Any, salts: tuple[str, ...], blocks: Sequence[int]) -> list[EncodeOrder]:
         """Orders for segments of a request that are not cached.

@@ -13,11 +13,12 @@ from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.forward.rows import Layout
 from lwkv.blend.request import CheckedBlend
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
-from lwkv.blend.selector import ByChange
+from lwkv.blend.selector import ByAttention, Deviation, Selector
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.integrations.vllm.blending.blend_pass import BlendPass, Computed
 from lwkv.integrations.vllm.blending.calls import Layers
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
+from lwkv.integrations.vllm.blending.question import Question
 from lwkv.keys import ChunkKey
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -32,7 +33,8 @@ class BlendWorker:
     Args:
         segments: of the engine.
         layers: vLLM's model.
-        selector: chooses the tokens to compute again, by what has changed.
+        selector: chooses the tokens to compute again.
+        share: of the reused tokens, the part to compute again.
         block_size: tokens of a block.
 
     Attributes:
@@ -43,11 +45,13 @@ class BlendWorker:
         self,
         segments: SegmentCache,
         layers: Layers,
-        selector: ByChange,
+        selector: Selector,
+        share: float,
         block_size: int,
         counters: Counters,
     ) -> None:
-        self._segments, self._layers, self._selector = segments, layers, selector
+        self._segments, self._layers = segments, layers
+        self.selector, self.share = selector, share
         self._block_size = block_size
         self._counters = counters
         self._rows = PagedRows(segments.connector)
@@ -136,9 +140,7 @@ class BlendWorker:
         segments = range(len(loads) - len(order.segments), len(loads))
         with closing(self._segments.retrieval(loads, in_host=segments)) as retrieval:
             layout = lay_out(prompt, loads, retrieval.hold())
-            computation = BlendPass(
-                self._layers, self._rows, layout, self._selector, self._selector.shares[-1]
-            )
+            computation = self._pass(order, layout)
             promised = retrieval.open()
             # A layer is waited for when the one behind it is queued.
             computed = computation.run(lambda layer: retrieval.advance(layer + 1))
@@ -151,6 +153,16 @@ class BlendWorker:
             return False
         self._count(order, layout, computed)
         return True
+
+    def _pass(self, order: BlendOrder, layout: Layout) -> BlendPass:
+        selector, question = self.selector, None
+        if isinstance(selector, ByAttention) and self.share:
+            question = question_of(order)
+            if question is None:
+                # The step has not all of it, as where a long prompt is computed in parts.
+                self._counters.add("blend_questions_missing")
+                selector = Deviation()
+        return BlendPass(self._layers, self._rows, layout, selector, self.share, question)
 
     def _loads(self, order: BlendOrder) -> list[SegmentLoad]:
         whole = _prompt(order, len(order.tokens))
@@ -190,6 +202,16 @@ class BlendWorker:
             yield
         finally:
             self.is_running = False
+
+
+def question_of(order: BlendOrder) -> Question | None:
+    """The question of a prompt, which is what stands behind its last segment; None where it is not there."""
+    num_tokens = order.end + len(order.question_slots)
+    first = max(order.end, order.segments[-1].end)
+    if first >= num_tokens:
+        return None
+    slots = np.concatenate([order.slots, order.question_slots])
+    return Question(order.tokens[:num_tokens], slots, first)
 
 
 def _prompt(order: BlendOrder, num_tokens: int) -> CheckedBlend:

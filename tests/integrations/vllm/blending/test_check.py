@@ -18,7 +18,7 @@ from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.blending.calls import Call, States
+from lwkv.integrations.vllm.blending.calls import Call, Seen, States
 from lwkv.integrations.vllm.blending.check import StartCheck, difference, is_near
 from lwkv.platforms.protocol import Int64s
 from lwkv.reference.blending import ReferenceBlend
@@ -36,6 +36,7 @@ class Layers:
         self.unturned: int | None = None
         self.row_attentions: object | None = None
         self.num_by_rows, self.kernel_is_off_by = 0, 1.0
+        self.scaled = 1.0
         self.spoils: Callable[[int, Tensor], Tensor] = lambda layer, hidden: hidden
 
     def embed(self, tokens: Int64s) -> States:
@@ -57,8 +58,12 @@ class Layers:
         if call.by_rows:
             self.num_by_rows += 1
             attended = attended * self.kernel_is_off_by
+        self.seen = q * self.scaled, attended
         hidden = self.model.finish(layer, states.hidden, attended)
         return States(self.spoils(layer, hidden), None)
+
+    def run_seen(self, layer: int, calls: Sequence[Call], states: States) -> Seen:
+        return Seen(self.run(layer, calls, states), *self.seen)
 
     def finish(self, states: States) -> Tensor:
         return states.hidden
@@ -94,9 +99,9 @@ class Rig:
         self.model = Model(self.layers)
         self.rope = self.layers.model.rope
 
-    def run(self) -> None:
+    def run(self, asks: bool = False) -> None:
         layers: Any = self.layers
-        StartCheck(self.model, layers, self.rows, BLOCK, self.rope, FAR).run()
+        StartCheck(self.model, layers, self.rows, BLOCK, self.rope, FAR, asks).run()
 
 
 @pytest.fixture
@@ -108,6 +113,17 @@ def rig() -> Iterator[Rig]:
 
 def test_a_model_whose_layers_give_what_it_gives_is_taken(rig: Rig) -> None:
     rig.run()
+
+
+def test_a_model_whose_attention_is_plain_can_be_asked(rig: Rig) -> None:
+    rig.run(asks=True)
+
+
+def test_attention_that_is_scaled_otherwise_is_refused_where_a_question_asks(rig: Rig) -> None:
+    rig.layers.scaled = 2.0
+    rig.run()
+    with pytest.raises(ConfigError, match=r"attention of layer 0 is not plain .* 'query' needs"):
+        rig.run(asks=True)
 
 
 def test_layers_that_give_something_else_are_refused(rig: Rig) -> None:

@@ -19,6 +19,8 @@ from integrations.vllm.blending.planner_bench import (
     FakeRequest,
 )
 
+from lwkv.integrations.vllm.blending.encodes import slots_of
+
 
 def test_a_prompt_is_blended_up_to_the_last_block_that_a_cached_segment_fills() -> None:
     bench = Bench()
@@ -34,6 +36,20 @@ def test_a_prompt_is_blended_up_to_the_last_block_that_a_cached_segment_fills() 
     assert order.slots.tolist()[:5] == [36, 37, 38, 39, 32]
     assert order.tokens.tolist() == PROMPT[:42]
     assert bench.planner.blend(one, (), [9]) is None
+
+
+def test_a_question_comes_along_where_a_selector_asks_and_the_step_has_all_of_it() -> None:
+    blocks = [9, 8, 7, 6, 5, 4, 3, 2, 1, 10, 11, 12, 13, 14, 15]
+    for asks, num_blocks, wanted in ((True, 15, 20), (True, 14, 0), (False, 15, 0)):
+        bench = Bench(replace(SIZES, asks=asks))
+        one = bench.follow(FakeRequest())
+        bench.cache(one, *SEGMENTS)
+        assert bench.planner.allocated(one, bench.planner.claim(one, 8, 12) or 0)
+        order = bench.planner.blend(one, (), blocks[:num_blocks])
+        assert order is not None
+        assert order.question_slots.tolist() == slots_of(blocks, BLOCK)[40 : 40 + wanted].tolist()
+        assert order.tokens.tolist() == PROMPT[: 60 if wanted else 42]
+        assert len(order.slots) == 40
 
 
 def test_nothing_is_blended_that_an_exact_prefix_covers() -> None:

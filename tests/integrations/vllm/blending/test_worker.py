@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,15 @@ from small_llama import small_shape
 from storage.faulty_tier import FaultyTier
 from torch import Tensor
 
-from lwkv.blend import AllTokens, Deviation, NoTokens
+from lwkv.blend import AllTokens, Deviation, FirstTokens, NoTokens, QueryAttention, Selector
 from lwkv.blend.forward.attention import attend
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import SegmentCache
-from lwkv.integrations.vllm.blending.calls import Layers
+from lwkv.integrations.vllm.blending.calls import Layers, Seen
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.runs import pieces
-from lwkv.integrations.vllm.blending.worker import BlendWorker
+from lwkv.integrations.vllm.blending.worker import BlendWorker, question_of
 from lwkv.platforms.protocol import Int64s
 from lwkv.reference.blending import ReferenceBlend
 from lwkv.telemetry.counters import Counters
@@ -54,7 +54,8 @@ class ReferenceLayers:
         self._model, self._rows = ReferenceBlend(bench.model), rows
         self.num_layers = self._model.num_layers
         self._most = most_rows, most_runs
-        self.num_rows = 0
+        self.num_rows, self.most_gap = 0, 1
+        self._seen: list[tuple[Tensor, Tensor]] = []
         self.fails_at: int | None = None
 
     def embed(self, tokens: Int64s) -> Any:
@@ -69,6 +70,12 @@ class ReferenceLayers:
             raise RuntimeError("the device fails")
         return States(torch.cat([self._run(layer, call, states.hidden[call.rows]) for call in calls]))
 
+    def run_seen(self, layer: int, calls: Sequence[Any], states: Any) -> Seen:
+        self._seen = []
+        states = self.run(layer, calls, states)
+        q, attended = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+        return Seen(states, q, attended)
+
     def _run(self, layer: int, call: Call, hidden: Tensor) -> Tensor:
         self.num_rows += len(call.positions)
         at = torch.from_numpy(call.positions)
@@ -76,13 +83,15 @@ class ReferenceLayers:
         self._rows.write(layer, self._rows.at(self._rows.send(call.slots[call.positions])), k, v)
         seen = call.slots[: int(call.positions[-1]) + 1]
         keys, values = self._rows.read(layer, self._rows.at(self._rows.send(seen)))
-        return self._model.finish(layer, hidden, attend(q, keys, values, at))
+        attended = attend(q, keys, values, at)
+        self._seen.append((q, attended))
+        return self._model.finish(layer, hidden, attended)
 
 
 class Rig:
     """A worker's half and lwkv's own blender on one engine."""
 
-    def __init__(self, selector: Deviation, tiers: Sequence[Any] = ()) -> None:
+    def __init__(self, selector: Selector, share: float, tiers: Sequence[Any] = ()) -> None:
         device = torch.device("cpu")
         self.bench = Bench(small_shape(4), device, tiers=tiers)
         self.blender = self.bench.blender(NoTokens(), share=0.0)
@@ -91,7 +100,7 @@ class Rig:
         self.layers = ReferenceLayers(self.bench, self.rows)
         self.counters = Counters()
         layers: Layers = self.layers
-        self.worker = BlendWorker(self.segments, layers, selector, BLOCK, self.counters)
+        self.worker = BlendWorker(self.segments, layers, selector, share, BLOCK, self.counters)
 
     def run(self, blends: Sequence[BlendOrder] = (), encodes: Sequence[EncodeOrder] = ()) -> set[int]:
         self.worker.begin_step(blends, encodes)
@@ -120,7 +129,7 @@ class Rig:
 @pytest.fixture
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     share = getattr(request, "param", 0.0)
-    rig = Rig(Deviation("v", (1,), (share,)))
+    rig = Rig(Deviation("v", (1,), (share,)), share)
     yield rig
     rig.bench.close()
 
@@ -153,7 +162,7 @@ def test_nothing_and_everything_computed_again_equal_lwkvs_own_blender(rig: Rig)
     order = order_of(tokens, request, end)
     assert rig.run([order]) == set()
     found = rig.kv(order.slots)
-    share = rig.worker._selector.shares[0]
+    share = rig.worker.share
     selector = AllTokens() if share else NoTokens()
     assert_near(found, rig.expected(tokens, request, selector, share, end))
     totals = rig.counters.totals()
@@ -175,6 +184,54 @@ def test_a_share_is_computed_behind_the_check_layer(rig: Rig) -> None:
     assert round(0.3 * reused) <= chosen < reused
     rows = rig.layers.num_rows - before
     assert rows == 2 * 45 + (rig.layers.num_layers - 2) * (45 - reused + chosen)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+@pytest.mark.parametrize("selector", [FirstTokens(), QueryAttention(1, 2), QueryAttention(0, 3)])
+def test_what_is_chosen_before_the_first_layer_equals_lwkvs_own_choice(
+    rig: Rig, selector: Selector, share: float
+) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    end = 46  # of the last document
+    rig.worker.selector, rig.worker.share, rig.layers.most_gap = selector, share, 0
+    order = asked_order(tokens, request, end)
+    assert rig.run([order]) == set()
+    found = rig.kv(order.slots)
+    assert_near(found, rig.expected(tokens, request, selector, share, end))
+    chosen = int(rig.counters.totals()["blend_tokens_chosen"])
+    assert 0 < chosen <= round(42 * share)
+    assert "blend_questions_missing" not in rig.counters.totals()
+
+
+def asked_order(tokens: Sequence[int], request: Any, end: int) -> BlendOrder:
+    """With the slots of what stands behind the blend."""
+    whole = whole_blocks(4, -(-len(tokens) // BLOCK))[: len(tokens)]
+    return replace(order_of(tokens, request, end), question_slots=whole[end:])
+
+
+def test_a_question_that_is_not_in_the_step_has_deviation_choose(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    rig.worker.selector, rig.worker.share = QueryAttention(1, 2), 0.15
+    order = order_of(tokens, request, 45)
+    assert rig.run([order]) == set()
+    found = rig.kv(order.slots)
+    assert rig.counters.totals()["blend_questions_missing"] == 1
+    rig.worker.selector = Deviation("v", (1,), (0.15,))
+    assert rig.run([order]) == set()
+    assert_near(found, rig.kv(order.slots))
+
+
+def test_tokens_of_the_last_document_that_are_behind_the_blend_do_not_ask(rig: Rig) -> None:
+    """They are in the blend's last, unfilled block; a question of one token decides alone."""
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    order = asked_order(tokens, request, 40)
+    found = question_of(order)
+    assert found is not None
+    assert (found.first, len(found.tokens)) == (46, len(tokens))
+    assert question_of(replace(order, question_slots=order.question_slots[:5])) is None
 
 
 def test_what_is_local_is_not_touched_and_read(rig: Rig) -> None:
@@ -222,7 +279,7 @@ def test_what_is_gone_is_computed(rig: Rig) -> None:
 
 def test_a_step_asks_no_lower_tier_for_a_segment() -> None:
     tier = FaultyTier("disk")
-    rig = Rig(Deviation("v", (1,), (0.0,)), tiers=[tier])
+    rig = Rig(Deviation("v", (1,), (0.0,)), 0.0, tiers=[tier])
     rig.encode()
     host = rig.bench.engine.parts().storage.host
     rig.bench.engine.parts().storage.lower.settle()

@@ -1,0 +1,66 @@
+"""What a prompt's question looks at, by vLLM's own layers over reused KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lwkv.blend.forward.attention import attention_paid
+from lwkv.blend.forward.forward_pass import MOST_ASKING
+from lwkv.blend.forward.paged_rows import PagedRows
+from lwkv.blend.forward.rows import Layout
+from lwkv.blend.selector import ByAttention
+from lwkv.integrations.vllm.blending.calls import Layers
+from lwkv.platforms.protocol import Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt up to its last token, of which the tokens from `first` on ask.
+
+    Attributes:
+        tokens, slots: int64 (tokens,).
+    """
+
+    tokens: Int64s
+    slots: Int64s
+    first: int
+
+
+def ask(
+    layers: Layers,
+    cache: PagedRows,
+    layout: Layout,
+    question: Question,
+    selector: ByAttention,
+    wait: Callable[[int], None],
+) -> tuple[Tensor, int]:
+    """What the question pays to each of the prompt's tokens, and the rows computed for it, over the layers.
+
+    The rows that are computed in any case are computed over what is reused, and are in the cache behind it.
+
+    Args:
+        layout: of the prompt in front of the question's rows.
+        wait: as in `BlendPass.run`.
+
+    Returns: float32 (tokens,), on the device.
+    """
+    positions = np.concatenate([layout.always, np.arange(len(layout.prompt), len(question.tokens))])
+    num_asking = min(int((positions >= question.first).sum()), MOST_ASKING)
+    there = cache.send(positions[-num_asking:])
+    whole = cache.at(cache.send(question.slots))
+    states, calls = layers.embed(question.tokens[positions]), layers.calls(positions, question.slots)
+    paid = torch.zeros(len(question.tokens), device=there.device)
+    for layer in range(selector.layer + 1):
+        wait(layer)
+        if layer < selector.first_layer:
+            states = layers.run(layer, calls, states)
+            continue
+        seen = layers.run_seen(layer, calls, states)
+        states = seen.states
+        paid = paid + attention_paid(seen.q[-num_asking:], cache.read(layer, whole)[0], there)
+    return paid, len(positions) * (selector.layer + 1)
