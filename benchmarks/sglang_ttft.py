@@ -23,6 +23,7 @@ from lwkv.benchmarks.measuring.child import Child
 from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
 from lwkv.benchmarks.sglang.child import Answer
 from lwkv.benchmarks.sglang.findings import Case, call_table, served_table, table
+from lwkv.benchmarks.sglang.gates import find_gates, thread_table
 from lwkv.benchmarks.sglang.load import (
     DECODED_PROMPT,
     DECODED_TOKENS,
@@ -33,6 +34,8 @@ from lwkv.benchmarks.sglang.load import (
 from lwkv.benchmarks.vllm_ttft import write_model
 
 MODES = ("plain", "hicache", "lwkv")
+TWO_STREAMS = "lwkv-two-streams"
+"""A mode more: loads whose copies and kernels have a stream each."""
 PAGE = 64
 DEVICE_PROMPTS = 3
 """Prompts that the device's cache holds, beside the requests that decode."""
@@ -169,7 +172,7 @@ def engine_arguments(
     graphs: bool = False,
     cpu: bool = False,
 ) -> dict[str, Any]:
-    """SGLang's arguments for one of MODES."""
+    """SGLang's arguments for one of MODES, or TWO_STREAMS."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -207,7 +210,8 @@ def engine_arguments(
             "hicache_size": int(host_gib),
             "hicache_write_policy": "write_through",
         }
-    if mode == "lwkv":
+    if mode in ("lwkv", TWO_STREAMS):
+        extra = {"reserve_gib": host_gib} | ({"load_streams": 2} if mode == TWO_STREAMS else {})
         arguments |= {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
@@ -216,7 +220,7 @@ def engine_arguments(
                 "linker_module_path": "lwkv.benchmarks.sglang.timed_linker",
                 "linker_extra_config": {
                     "max_local_cpu_size": host_gib,
-                    "extra_config": {"reserve_gib": host_gib},
+                    "extra_config": extra,
                     "times": str(times),
                 },
             },
@@ -259,7 +263,9 @@ def main() -> int:
     parser.add_argument("--prefix", type=int, default=8192, help="cached tokens")
     parser.add_argument("--suffix", type=int, default=256, help="new tokens")
     parser.add_argument("--repeats", type=int, default=6, help="runs of which a median is taken")
-    parser.add_argument("--modes", default=",".join(MODES), help="engines to measure, by comma")
+    parser.add_argument(
+        "--modes", default=",".join(MODES), help=f"engines to measure, by comma; there is {TWO_STREAMS}, too"
+    )
     parser.add_argument(
         "--graphs", action="store_true", help="with SGLang's breakable CUDA graphs for prefills"
     )
@@ -282,11 +288,14 @@ def main() -> int:
             "versions": {name: _version(name) for name in ("sglang", "sglang-kernel", "torch")},
             "environment": {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")},
             "cases": [asdict(case) for case in cases],
+            "gates": [asdict(gate) | {"holds": gate.holds} for gate in find_gates(cases)],
         }
         # After every engine: a run that is interrupted leaves the results so far.
         args.output.write_text(json.dumps(found, indent=1))
     wrong = [f"{case.mode}, {fault}" for case in cases for fault in case.faults]
-    print("\n\n".join(filter(None, (table(cases), call_table(cases), served_table(cases)))))
+    tables = (table(cases), thread_table(cases), call_table(cases), served_table(cases))
+    gates = "\n".join(map(str, find_gates(cases)))
+    print("\n\n".join(filter(None, (*tables, gates))))
     print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))
     return 1 if wrong else 0
 

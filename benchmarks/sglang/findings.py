@@ -33,10 +33,10 @@ class Case:
 def table(cases: Sequence[Case]) -> str:
     """Medians in milliseconds."""
     kinds = ("computed", "suffix", "device", "host")
-    lines = [f"| mode | {' | '.join(kinds)} | scheduler's thread |", "|---" * (len(kinds) + 2) + "|"]
+    lines = [f"| mode | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for case in cases:
         times = [f"{median(case.ms[kind]):.1f}" if kind in case.ms else "" for kind in kinds]
-        lines.append(f"| {case.mode} | {' | '.join(times)} | {_thread_ms(case.host_ms)} |")
+        lines.append(f"| {case.mode} | {' | '.join(times)} |")
     return "\n".join(lines)
 
 
@@ -53,12 +53,8 @@ def call_table(cases: Sequence[Case]) -> str:
 
 def served_table(cases: Sequence[Case]) -> str:
     """Prompts that arrived beside requests that decode, in milliseconds; empty without any."""
-    heads = ["mode", "TTFT p50", "p99", "between tokens p50", "p99", "most", "decoded tokens/s", "thread"]
-    rows = [
-        [case.mode, *_served_row(case.served), _thread_ms(case.host_ms_beside)]
-        for case in cases
-        if case.served
-    ]
+    heads = ["mode", "TTFT p50", "p99", "between tokens p50", "p99", "most", "decoded tokens/s"]
+    rows = [[case.mode, *_served_row(case.served)] for case in cases if case.served]
     lines = [heads, ["---"] * len(heads), *rows] if rows else []
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -67,7 +63,3 @@ def _served_row(served: Served) -> list[str]:
     first = [f"{percentile(served.ttft_ms, share):.1f}" for share in (0.5, 0.99)]
     gaps = [f"{percentile(served.gaps_ms, share):.1f}" for share in (0.5, 0.99, 1.0)]
     return [*first, *gaps, f"{served.decoded / max(served.seconds, 1e-9):.0f}"]
-
-
-def _thread_ms(batches: Sequence[dict[str, float]]) -> str:
-    return f"{median(sum(batch.values()) for batch in batches):.2f}" if batches else ""
