@@ -28,9 +28,9 @@ from lwkv.shared_host.client.connecting import connect, wait_for_owner
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.status import read_status
 from lwkv.shared_host.greeting import Hello
-from lwkv.shared_host.memfd import make_slab
+from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner.address import Address
-from lwkv.shared_host.owner.server import Server, Slab
+from lwkv.shared_host.owner.server import Memory, Server
 
 STRIDE = 4096
 PROMPT_CHUNKS = 128
@@ -114,7 +114,7 @@ def _started(process: BaseProcess) -> BaseProcess:
 def _own(path: str, num_pages: int) -> None:
     num_bytes = num_pages * STRIDE
     # None of it is filled: nobody touches a page.
-    Server(Address(path), Slab(make_slab(num_bytes), num_bytes)).serve()
+    Server(Address(path), Memory(make_memory(num_bytes), num_bytes)).serve()
 
 
 def _keys(number: int) -> list[ChunkKey]:

@@ -12,9 +12,9 @@ from lwkv.errors import ConfigError
 from lwkv.platforms.host_limits import read_limits
 from lwkv.platforms.host_memory import HUGE_BYTES
 from lwkv.pool.memory_limits import gib
-from lwkv.shared_host.memfd import fill, make_slab
+from lwkv.shared_host.memfd import fill, make_memory
 from lwkv.shared_host.owner.address import Address
-from lwkv.shared_host.owner.server import Server, Slab
+from lwkv.shared_host.owner.server import Memory, Server
 from lwkv.shared_host.socket_path import default_path
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     address = Address(args.socket)
     try:
         begun = time.monotonic()
-        slab = make_slab(num_bytes, args.huge_pages)
-        huge_pages = fill(slab, num_bytes, args.threads)
-        server = Server(address, Slab(slab, num_bytes))
+        descriptor = make_memory(num_bytes, args.huge_pages)
+        huge_pages = fill(descriptor, num_bytes, args.threads)
+        server = Server(address, Memory(descriptor, num_bytes))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         log.info(

@@ -34,7 +34,7 @@ class Welcome:
         owner: its name, another one each time it starts.
         num_bytes: of the memory whose descriptor comes with this; 0 for a client that only asks.
         num_pages: that are in it, one behind the other.
-        span: pages of a slice: neighbours are only looked for within one.
+        span: pages of a slab: neighbours are only looked for within one.
     """
 
     owner: str

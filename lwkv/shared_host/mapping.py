@@ -22,7 +22,7 @@ HUGE_LINES = ("ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:")
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def map_slab(slab: int, num_bytes: int) -> torch.Tensor:
+def map_memory(descriptor: int, num_bytes: int) -> torch.Tensor:
     """Map shared memory as uint8, (num_bytes,), until nobody has the tensor.
 
     It begins at a multiple of HUGE_BYTES: elsewhere no process maps huge pages, and the first one, which has
@@ -30,15 +30,15 @@ def map_slab(slab: int, num_bytes: int) -> torch.Tensor:
 
     Raises OSError, or ValueError where the memory is smaller.
     """
-    if os.fstat(slab).st_size < num_bytes:
-        raise ValueError(f"the memory has {os.fstat(slab).st_size} bytes, and {num_bytes} were to be mapped")
+    if (size := os.fstat(descriptor).st_size) < num_bytes:
+        raise ValueError(f"the memory has {size} bytes, and {num_bytes} were to be mapped")
     room = num_bytes + HUGE_BYTES
     reserved = _map(None, room, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)
     start = -(-reserved // HUGE_BYTES) * HUGE_BYTES
     # A forked child has it, too: it is not copied on a write, and were it kept out of the child, the end of
     # the child's tensor would unmap whatever has that address there.
     try:
-        _map(start, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, slab)
+        _map(start, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, descriptor)
     except OSError:
         _unmap(reserved, room)
         raise

@@ -8,14 +8,14 @@ import os
 from contextlib import suppress
 
 from lwkv.errors import ConfigError
-from lwkv.shared_host.mapping import give_by_threads, huge_bytes, map_slab
+from lwkv.shared_host.mapping import give_by_threads, huge_bytes, map_memory
 
 # Of linux/fcntl.h. Python has them only where it was built with them.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEALS = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 
 
-def make_slab(num_bytes: int, huge_pages: bool = False) -> int:
+def make_memory(num_bytes: int, huge_pages: bool = False) -> int:
     """Make `num_bytes` bytes of sealed memory, none of which is there before `fill`; returns its descriptor.
 
     Args:
@@ -25,24 +25,25 @@ def make_slab(num_bytes: int, huge_pages: bool = False) -> int:
         ConfigError: the system does not give it.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0
     try:
-        slab = os.memfd_create("lwkv-host", flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge_pages else 0))
-        os.ftruncate(slab, num_bytes)
-        fcntl.fcntl(slab, _ADD_SEALS, _SEALS)
+        descriptor = os.memfd_create("lwkv-host", flags)
+        os.ftruncate(descriptor, num_bytes)
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
     except OSError as error:
         what = " of huge pages" if huge_pages else ""
         raise ConfigError(f"cannot make {num_bytes} bytes{what} of shared memory: {error}") from error
-    return slab
+    return descriptor
 
 
-def is_sealed(slab: int) -> bool:
+def is_sealed(descriptor: int) -> bool:
     """Whether memory can neither shrink nor grow: to read behind its end would end the process."""
     with suppress(OSError):
-        return fcntl.fcntl(slab, _GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(descriptor, _GET_SEALS) & _SEALS == _SEALS
     return False
 
 
-def fill(slab: int, num_bytes: int, num_threads: int) -> int:
+def fill(descriptor: int, num_bytes: int, num_threads: int) -> int:
     """Have the system give all of the memory now, huge pages where it has them, by some threads.
 
     Returns how many bytes of it are in huge pages.
@@ -50,10 +51,10 @@ def fill(slab: int, num_bytes: int, num_threads: int) -> int:
     Raises:
         ConfigError: it does not have as much.
     """
-    memory = map_slab(slab, num_bytes)
+    memory = map_memory(descriptor, num_bytes)
     failure = give_by_threads(memory, num_threads)
     if failure == errno.EINVAL:  # before Linux 5.14
-        failure = _allocate(slab, num_bytes)
+        failure = _allocate(descriptor, num_bytes)
     if failure:
         raise ConfigError(
             f"the system does not have {num_bytes / 2**30:.2f} GiB for shared memory: "
@@ -62,9 +63,9 @@ def fill(slab: int, num_bytes: int, num_threads: int) -> int:
     return huge_bytes(memory)
 
 
-def _allocate(slab: int, num_bytes: int) -> int:
+def _allocate(descriptor: int, num_bytes: int) -> int:
     try:
-        os.posix_fallocate(slab, 0, num_bytes)
+        os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         return error.errno or errno.ENOMEM
     return 0

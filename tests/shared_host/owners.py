@@ -16,10 +16,10 @@ from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.greeting import Hello
-from lwkv.shared_host.memfd import make_slab
+from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.index import NodeIndex
-from lwkv.shared_host.owner.server import Server, Slab
+from lwkv.shared_host.owner.server import Memory, Server
 from lwkv.telemetry.counters import Counters
 
 LONG_S = 30.0
@@ -29,10 +29,10 @@ LONG_S = 30.0
 class OwnerThread:
     """A server on a thread; `end` is its clean end, and it is seen by clients as any other."""
 
-    def __init__(self, path: Path, num_bytes: int, slice_bytes: int = 6 * 4096) -> None:
+    def __init__(self, path: Path, num_bytes: int, slab_bytes: int = 6 * 4096) -> None:
         self.address = Address(str(path))
-        self.slab = make_slab(num_bytes)
-        self.server = Server(self.address, Slab(self.slab, num_bytes), slice_bytes)
+        self.descriptor = make_memory(num_bytes)
+        self.server = Server(self.address, Memory(self.descriptor, num_bytes), slab_bytes)
         self._thread = threading.Thread(target=self.server.serve)
         self._thread.start()
 
@@ -40,7 +40,7 @@ class OwnerThread:
         self.server.stop()
         self._thread.join()
         self.address.close()
-        os.close(self.slab)
+        os.close(self.descriptor)
 
 
 @contextmanager

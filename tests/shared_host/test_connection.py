@@ -22,7 +22,7 @@ from lwkv.shared_host.client import session as client_session
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.greeting import Hello, write
-from lwkv.shared_host.memfd import make_slab
+from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner import server
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.protocol import Op, pack
@@ -214,8 +214,8 @@ def test_an_owner_without_descriptors_rests_and_takes_the_connection_later(
     monkeypatch.setattr(server, "ACCEPT_REST_S", 0.05)
     address = Address(str(path))
     address.socket = refusing = Refusing(address.socket, 3)  # type: ignore[assignment]
-    slab = make_slab(4096)
-    serving = server.Server(address, server.Slab(slab, 4096))
+    descriptor = make_memory(4096)
+    serving = server.Server(address, server.Memory(descriptor, 4096))
     thread = threading.Thread(target=serving.serve)
     thread.start()
     session = session_at(path)
@@ -228,4 +228,4 @@ def test_an_owner_without_descriptors_rests_and_takes_the_connection_later(
     serving.stop()
     thread.join()
     address.close()
-    os.close(slab)
+    os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Memory of a node is page-locked in slices, in the background; nothing is found in what is not locked."""
+"""Memory of a node is page-locked in slabs, in the background; nothing is found in what is not locked."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def opened(path: Path) -> Callable[..., tuple[NodePool, NodeTier]]:
     return open_it
 
 
-def test_memory_is_locked_slice_by_slice_and_what_is_not_yet_is_neither_given_nor_found(
+def test_memory_is_locked_slab_by_slab_and_what_is_not_yet_is_neither_given_nor_found(
     path: Path, opened: Callable[..., tuple[NodePool, NodeTier]]
 ) -> None:
     with owner_at(path, PAGES):
@@ -188,7 +188,7 @@ def test_memory_that_cannot_be_unlocked_is_logged_and_stays_mapped(
     assert sum(slab.nbytes for slab in pool._stuck) == PAGES * 4096
 
 
-def test_a_page_s_storage_is_its_slice_and_no_more_for_tiers_that_register_it(
+def test_a_page_s_storage_is_its_slab_and_no_more_for_tiers_that_register_it(
     path: Path, opened: Callable[..., tuple[NodePool, NodeTier]]
 ) -> None:
     with owner_at(path, PAGES):

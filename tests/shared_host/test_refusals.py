@@ -22,8 +22,8 @@ from lwkv.shared_host.client.keeper import Waker
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.greeting import Hello
-from lwkv.shared_host.mapping import map_slab
-from lwkv.shared_host.memfd import is_sealed, make_slab
+from lwkv.shared_host.mapping import map_memory
+from lwkv.shared_host.memfd import is_sealed, make_memory
 from lwkv.shared_host.owner import server
 from lwkv.shared_host.owner.address import Address
 from lwkv.storage import Chunk
@@ -149,13 +149,13 @@ def test_a_platform_that_cannot_lock_shared_memory_is_refused(path: Path) -> Non
 
 
 def test_memory_is_sealed_and_one_that_is_not_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slab = make_slab(8192)
-    assert is_sealed(slab)
+    descriptor = make_memory(8192)
+    assert is_sealed(descriptor)
     with pytest.raises(OSError, match="Operation not permitted"):
-        os.ftruncate(slab, 4096)
+        os.ftruncate(descriptor, 4096)
     with pytest.raises(ValueError, match="has 8192 bytes"):
-        map_slab(slab, 16384)
-    os.close(slab)
+        map_memory(descriptor, 16384)
+    os.close(descriptor)
     plain = os.memfd_create("plain")
     assert not is_sealed(plain)
     os.close(plain)

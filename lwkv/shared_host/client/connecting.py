@@ -14,7 +14,7 @@ from lwkv.errors import ConfigError, LwkvError
 from lwkv.shared_host.client.connection import Connection
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.greeting import Hello, Welcome, read, write
-from lwkv.shared_host.mapping import map_slab
+from lwkv.shared_host.mapping import map_memory
 from lwkv.shared_host.memfd import is_sealed
 from lwkv.shared_host.process import peer_of
 from lwkv.shared_host.protocol import Frames, Message, Op, ProtocolError, pack
@@ -133,6 +133,6 @@ def _map(descriptors: Sequence[int], welcome: Welcome, path: str) -> torch.Tenso
     if not is_sealed(descriptors[0]):
         raise ConfigError(f"host_memory: the memory of the owner at {path} may shrink; it is none of lwkv's")
     try:
-        return map_slab(descriptors[0], welcome.num_bytes)
+        return map_memory(descriptors[0], welcome.num_bytes)
     except (OSError, ValueError) as error:
         raise ConfigError(f"host_memory: cannot map the memory of the owner at {path}: {error}") from error

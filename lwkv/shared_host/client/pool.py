@@ -39,7 +39,7 @@ class NodePool(HostPool):
     A page is held at the owner as long as this process has a reference to it. When an owner is gone its
     pages stay mapped until the last reference ends; pages of the next one have other numbers.
 
-    Memory is page-locked slice by slice with `lock_slab`; the owner gives no page of a slice that is not.
+    Memory is page-locked slab by slab with `lock_slab`; the owner gives no page of a slab that is not.
 
     Args:
         session: the first owner.
@@ -72,8 +72,8 @@ class NodePool(HostPool):
                 "leave host_memory out"
             )
         stride, welcome = page_stride(page_bytes), session.welcome
-        size, slice_bytes = welcome.num_pages * stride, welcome.span * stride
-        super().__init__(platform, page_bytes, size, slice_bytes, counters, on_demand=False)
+        size, slab_bytes = welcome.num_pages * stride, welcome.span * stride
+        super().__init__(platform, page_bytes, size, slab_bytes, counters, on_demand=False)
         self._locks_ahead = locks_ahead
         self._locking = Workers("host-memory-lock", 1, use_device)
         self._is_locking = not locks_ahead
@@ -256,7 +256,7 @@ class NodePool(HostPool):
         self.slabs = self.slabs._replace(memory=memory)
 
     def _unlock_dropped(self) -> None:
-        """Undo the page-locking of memory that nobody uses; several threads may, each of other slices."""
+        """Undo the page-locking of memory that nobody uses; several threads may, each of other slabs."""
         with suppress(IndexError):
             while True:
                 self._unlock(self._dropped.pop())
@@ -313,7 +313,7 @@ class NodePool(HostPool):
                 return
             memory, bases = [*self.slabs.memory, slab], np.append(self.slabs.bases, slab.data_ptr())
             self.slabs = self.slabs._replace(memory=memory, bases=bases)
-            # Whole slices: pages of the next owner begin at a slab of their own.
+            # Whole slabs: pages of the next owner begin at a slab of their own.
             self._counts.grow(self.slabs.span)
             self._held = np.append(self._held, np.zeros(self.slabs.span, np.int32))
             self.num_pages = end

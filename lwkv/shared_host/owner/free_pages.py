@@ -15,7 +15,7 @@ class FreePages:
     that are in use: `take` takes time by those that are free, apart from those that never were in use.
 
     Args:
-        span: pages of a slice, with which a run of neighbours ends.
+        span: pages of a slab, with which a run of neighbours ends.
     """
 
     def __init__(self, num_pages: int, span: int) -> None:

@@ -17,7 +17,7 @@ class NodePages:
     """Which pages are in use, by the index or by clients. For one thread.
 
     Args:
-        span: pages of a slice; pages are handed out as neighbours within one where there are such.
+        span: pages of a slab; pages are handed out as neighbours within one where there are such.
     """
 
     def __init__(self, num_pages: int, span: int) -> None:

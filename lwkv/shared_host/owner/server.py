@@ -23,7 +23,7 @@ from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 1 << 30
+SLAB_BYTES = 1 << 30
 """Most bytes that a client page-locks in one call. Drivers take 64 GiB, and hold launches up meanwhile."""
 
 ACCEPT_REST_S = 1.0
@@ -32,7 +32,7 @@ ACCEPT_REST_S = 1.0
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
-class Slab(NamedTuple):
+class Memory(NamedTuple):
     """Shared memory by its descriptor, all of it there."""
 
     descriptor: int
@@ -40,16 +40,16 @@ class Slab(NamedTuple):
 
 
 class Server:
-    """Serves one slab at one address, on the thread that calls `serve`.
+    """Serves one memory at one address, on the thread that calls `serve`.
 
     The stride of pages is that of the first client. As long as processes of clients are there, others have
     the same; a client with another stride that comes later finds memory that is empty.
     """
 
-    def __init__(self, address: Address, slab: Slab, slice_bytes: int = SLICE_BYTES) -> None:
+    def __init__(self, address: Address, memory: Memory, slab_bytes: int = SLAB_BYTES) -> None:
         self._address = address
-        self._slab = slab
-        self._slice_bytes = slice_bytes
+        self._memory = memory
+        self._slab_bytes = slab_bytes
         self._name = uuid4().hex
         self._stride = 0
         self._index = NodeIndex(0, 1)
@@ -85,7 +85,7 @@ class Server:
         """What there is, for people."""
         state = self._index.state()
         return {
-            "bytes": self._slab.num_bytes,
+            "bytes": self._memory.num_bytes,
             "page_bytes": self._stride,
             "pages": self._index.pages.num_pages,
             "pages_in_use": state.pages_in_use,
@@ -195,9 +195,9 @@ class Server:
             return
         if peer.client is None:
             peer.client = self._index.client()
-        span = max(1, self._slice_bytes // self._stride)
-        welcome = Welcome(self._name, self._slab.num_bytes, self._index.pages.num_pages, span)
-        peer.send_with(Op.WELCOME, message.number, write(welcome), [self._slab.descriptor])
+        span = max(1, self._slab_bytes // self._stride)
+        welcome = Welcome(self._name, self._memory.num_bytes, self._index.pages.num_pages, span)
+        peer.send_with(Op.WELCOME, message.number, write(welcome), [self._memory.descriptor])
 
     def _why_not_these_pages(self, stride: int) -> str | None:
         """Why there can be no pages of this stride; where there can, there are from now on."""
@@ -208,13 +208,13 @@ class Server:
                 f"the pages of this memory have {self._stride} bytes while its other clients are there, and "
                 f"this one wants {stride}: start an owner with another --socket for it"
             )
-        num_pages = self._slab.num_bytes // stride
+        num_pages = self._memory.num_bytes // stride
         if not num_pages:
-            return f"the memory has {self._slab.num_bytes} bytes, and a page {stride}: give a larger --size"
+            return f"the memory has {self._memory.num_bytes} bytes, and a page {stride}: give a larger --size"
         if len(self._index.tier):
             log.info("dropped %d chunks: pages have %d bytes from now on", len(self._index.tier), stride)
         self._stride = stride
-        self._index = NodeIndex(num_pages, max(1, self._slice_bytes // stride))
+        self._index = NodeIndex(num_pages, max(1, self._slab_bytes // stride))
         return None
 
     def _disconnect(self, peer: Peer) -> None:
