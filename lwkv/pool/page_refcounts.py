@@ -61,6 +61,10 @@ class PageRefcounts:
         """Whether any of the pages [first, end) has a reference."""
         return bool(self._counts[first:end].any())
 
+    def num_used(self, first: int, end: int) -> int:
+        """How many of the pages [first, end) have references."""
+        return int(np.count_nonzero(self._counts[first:end]))
+
     def shared(self, pages: Int64s) -> npt.NDArray[np.bool_]:
         """Which of `pages`, of any shape, have several references."""
         several: npt.NDArray[np.bool_] = self._counts[pages] > 1

@@ -33,14 +33,15 @@ class Welcome:
     Attributes:
         owner: its name, another one each time it starts.
         num_bytes: of the memory whose descriptor comes with this; 0 for a client that only asks.
-        num_pages: that are in it, one behind the other.
-        span: pages of a slab: neighbours are only looked for within one.
+        num_pages: of the client's size that can be in it, `span` in each slab and fewer in the last.
+        slab_bytes: from a slab to the next. The owner says which of the pages are the client's.
     """
 
     owner: str
     num_bytes: int = 0
     num_pages: int = 0
     span: int = 1
+    slab_bytes: int = 0
 
 
 def write(greeting: Hello | Welcome) -> bytes:

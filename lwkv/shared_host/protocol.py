@@ -19,7 +19,7 @@ from lwkv.errors import LwkvError
 from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.platforms.protocol import Int64s
 
-VERSION = 1
+VERSION = 2
 """Goes up when messages change: owner and clients of different versions do not talk."""
 
 MOST_BYTES = 64 << 20

@@ -203,6 +203,25 @@ class HostTier:
         self._release(dropped)
         return True
 
+    def pages_of(self, key: ChunkKey) -> Int64s:
+        """The pages of a chunk that is here, int64 (layers,)."""
+        return self._chunks[key].pages
+
+    def remove(self, keys: Sequence[ChunkKey]) -> bool:
+        """Evict these chunks; none of them, and False, where one is pinned or its pages are read."""
+        with self._lock:
+            chunks = [self._chunks[key] for key in keys]
+            if any(chunk.pins for chunk in chunks):
+                return False
+            if chunks and self._pool.shared(np.concatenate([chunk.pages for chunk in chunks])).any():
+                return False
+            dropped = self._take(keys)
+            self.evicted += len(dropped)
+            if self.watcher is not None:
+                self.watcher.dropped(keys)
+        self._release(dropped)
+        return True
+
     def close(self) -> None:
         """Drop every chunk, a pinned one with its last pin, and keep none from now on."""
         with self._lock:

@@ -45,7 +45,7 @@ class OwnerThread:
 
 @contextmanager
 def owner_at(path: Path, num_pages: int, stride: int = 4096) -> Iterator[OwnerThread]:
-    owner = OwnerThread(path, num_pages * stride)
+    owner = OwnerThread(path, num_pages * stride, 6 * stride)
     try:
         yield owner
     finally:
@@ -75,7 +75,7 @@ class WatchedPool(NodePool):
     @property
     def pages_in_use(self) -> int:
         self.settle()
-        return self.index.pages.num_pages - self.index.pages.num_free
+        return self.index.state().pages_in_use
 
     @property
     def references(self) -> int:
@@ -111,7 +111,7 @@ class WatchedTier(NodeTier):
     def evict(self, num_pages: int) -> bool:
         """Take all that is free and `num_pages` more, for which the owner evicts."""
         self.pool.settle()
-        free = self.pool.index.pages.num_free
+        free = self.pool.index.pages.num_pages - self.pool.index.state().pages_in_use
         if not num_pages:
             return True
         pages = self.pool.allocate(free + num_pages)
@@ -126,7 +126,7 @@ def watched_node(owner: OwnerThread, page_bytes: int) -> Iterator[tuple[WatchedT
     """A client of `owner` without a keeper: notes are sent with the next request."""
     session = session_at(owner.address.path)
     pool = WatchedPool(CPU(), page_bytes, session, Counters(), locks_ahead=False)
-    pool.index = owner.server._index
+    (pool.index,) = owner.server._indexes.values()
     yield WatchedTier(pool), pool
     session.connection.close()
     session.connection.release()

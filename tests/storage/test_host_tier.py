@@ -410,11 +410,12 @@ class NodeTierMachine(HostTierMachine):
         self.ending.close()
 
     def free_pages(self, count: int) -> Int64s | None:
-        return self.pool.allocate(count) if count <= self.node.index.pages.num_free else None
+        free = self.node.index.pages.num_pages - self.node.index.state().pages_in_use
+        return self.pool.allocate(count) if count <= free else None
 
     def order(self) -> PrefixOrder[ChunkKey]:
         self.node.settle()
-        return self.owner.server._index.tier._order
+        return self.node.index.tier._order
 
     def names(self, *numbers: int) -> list[ChunkKey]:
         return [ChunkKey("", pack_keys([key])) for key in keys(*numbers)]

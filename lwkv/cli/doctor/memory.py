@@ -43,7 +43,7 @@ def _examine_owner(report: Report, path: str) -> None:
             f"host_memory={path}: {error}; start one with: lwkv host --size GIB --socket {path}"
         )
         return
-    in_use = found["pages_in_use"] * found["page_bytes"]
+    in_use = found["bytes_in_use"]
     report.memory[f"host_memory {path}"] = (
         f"{gib(found['bytes'])}, {gib(in_use)} in use: {found['chunks']} chunks, {found['clients']} engines"
     )

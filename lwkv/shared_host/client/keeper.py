@@ -140,13 +140,13 @@ class Keeper:
     def _search(self, pages: Pages) -> None:
         try:
             session = self._open()
+            pages.attach(session)
         except NoOwnerError:
             self._rest()
         except ConfigError as error:
             self._throttle.warn("%s", error)
             self._rest()
         else:
-            pages.attach(session)
             log.info("found a new owner of host memory, %s", session.welcome.owner)
 
     def _rest(self) -> None:

@@ -16,6 +16,7 @@ from lwkv.errors import ConfigError
 from lwkv.platforms import Int64s, Platform
 from lwkv.platforms.host_memory import no_memory
 from lwkv.pool.host_pool import FIRST_REST_S, HostPool, page_stride
+from lwkv.pool.page_refcounts import PageRefcounts
 from lwkv.shared_host.client.session import Pinned, Session
 from lwkv.shared_host.mapping import give_by_threads
 from lwkv.telemetry.counters import Counters
@@ -74,6 +75,9 @@ class NodePool(HostPool):
         stride, welcome = page_stride(page_bytes), session.welcome
         size, slab_bytes = welcome.num_pages * stride, welcome.span * stride
         super().__init__(platform, page_bytes, size, slab_bytes, counters, on_demand=False)
+        # As the owner has it, also where its memory is smaller than a slab: the next one's may be larger.
+        self.slabs = self.slabs._replace(span=welcome.span)
+        self._counts = PageRefcounts(welcome.span)
         self._locks_ahead = locks_ahead
         self._locking = Workers("host-memory-lock", 1, use_device)
         self._is_locking = not locks_ahead
@@ -91,7 +95,17 @@ class NodePool(HostPool):
         self.attach(session)
 
     def attach(self, session: Session) -> None:
-        """Have pages of this owner from now on."""
+        """Have pages of this owner from now on.
+
+        Raises ConfigError for one whose slabs have another size, and ends its connection.
+        """
+        if session.welcome.span != self.slabs.span:
+            session.connection.close()
+            session.connection.release()
+            raise ConfigError(
+                f"host_memory: the new owner has {session.welcome.span} pages in a slab, the last one had "
+                f"{self.slabs.span}: start it with the same version of lwkv"
+            )
         with self._lock:
             self._first = len(self._held)
             self.max_pages = session.welcome.num_pages
@@ -301,8 +315,9 @@ class NodePool(HostPool):
             raise MemoryError("the owner of host memory is gone")
         end = min(start + self.slabs.span, self.max_pages)
         # A storage of its own: a tier that registers memory is to take what is page-locked, not all of it.
-        whole = session.memory.numpy()
-        slab = torch.from_numpy(whole[start * self.page_stride : end * self.page_stride])
+        first = start // self.slabs.span * session.welcome.slab_bytes
+        whole = session.memory.numpy()[first : first + (end - start) * self.page_stride]
+        slab = torch.from_numpy(whole)
         # Mapped before: page-locking would do it with one thread, and hold the driver up meanwhile.
         give_by_threads(slab, MAPPING_THREADS)
         if not self._platform.host_register(slab):

@@ -12,14 +12,11 @@ MOST_NOTED = 1 << 16
 
 
 class Evictions:
-    """The last chunks that were evicted, in order: a watcher of the owner's host tier."""
+    """The last chunks that were evicted, in order."""
 
     def __init__(self) -> None:
         self._noted: deque[bytes] = deque(maxlen=MOST_NOTED)
         self.total = 0
-
-    def kept(self, keys: Sequence[ChunkKey]) -> None:
-        """Do nothing: whoever wants to know what is there asks."""
 
     def dropped(self, keys: Sequence[ChunkKey]) -> None:
         self._noted.extend(key.hash for key in keys)

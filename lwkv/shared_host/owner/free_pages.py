@@ -16,12 +16,13 @@ class FreePages:
 
     Args:
         span: pages of a slab, with which a run of neighbours ends.
+        num_fresh: the last pages of all, which are free from the start.
     """
 
-    def __init__(self, num_pages: int, span: int) -> None:
+    def __init__(self, num_pages: int, span: int, num_fresh: int) -> None:
         self._num_pages = num_pages
         self._span = span
-        self._fresh = 0  # pages from here on were never in use
+        self._fresh = num_pages - num_fresh  # pages from here on were never in use
         self._returned: list[Int64s] = []
         self._num_returned = 0
 
@@ -33,6 +34,11 @@ class FreePages:
         if len(pages):
             self._returned.append(pages)
             self._num_returned += len(pages)
+
+    def withdraw(self, first: int, end: int) -> None:
+        """Have none of the pages [first, end) any more, all of which are free, and were in use."""
+        free = np.concatenate([np.zeros(0, np.int64), *self._returned])
+        self._keep(free[(free < first) | (free >= end)])
 
     def take(self, count: int, end: int) -> Int64s | None:
         """Take `count` pages below page `end`, in as few runs as can be; None where there are too few."""

@@ -10,9 +10,11 @@ import numpy as np
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
+from lwkv.shared_host.owner.chunk_slabs import ChunkSlabs
 from lwkv.shared_host.owner.evictions import Evictions
 from lwkv.shared_host.owner.holds import Holds
 from lwkv.shared_host.owner.pages import NodePages
+from lwkv.shared_host.owner.slabs import Slabs
 from lwkv.shared_host.protocol import (
     MOST_BYTES,
     NO_KEY,
@@ -33,12 +35,13 @@ MOST_PINNED = MOST_BYTES // 16
 
 
 class Client:
-    """One client as the index sees it: what it holds, and of which evictions it knows."""
+    """One client as its index sees it: what it holds, and of which evictions it knows."""
 
-    def __init__(self, pages: NodePages, evictions: Evictions) -> None:
-        self.holds = Holds(pages)
-        self._evictions = evictions
-        self._known = evictions.total
+    def __init__(self, index: NodeIndex) -> None:
+        self.index = index
+        self.holds = Holds(index.pages)
+        self._evictions = index.evictions
+        self._known = index.evictions.total
 
     def news(self) -> bytes:
         """Packed keys of chunks that were evicted since the last call."""
@@ -47,20 +50,47 @@ class Client:
 
 
 class NodeIndex:
-    """Chunks in the memory of a node, by the rules of the host tier. For one thread.
+    """Chunks in the memory of a node with pages of one size, by the rules of the host tier. For one thread.
 
     A chunk whose pages a client holds is not evicted. Raises ProtocolError for requests that are none.
+
+    Args:
+        slabs: that indexes of several sizes share; None where all pages are this one's.
     """
 
-    def __init__(self, num_pages: int, span: int) -> None:
-        self.pages = NodePages(num_pages, span)
+    def __init__(self, num_pages: int, span: int, slabs: Slabs | None = None) -> None:
+        self.pages = NodePages(num_pages, span, by_slab=slabs is not None)
         self.evictions = Evictions()
         self.tier = HostTier(self.pages)
-        self.tier.watcher = self.evictions
+        self.tier.watcher = self
+        self._span = span
+        self._slabs = slabs
+        self._chunk_slabs = ChunkSlabs()
 
     def client(self) -> Client:
         """Make a new client, which holds nothing."""
-        return Client(self.pages, self.evictions)
+        return Client(self)
+
+    def kept(self, keys: Sequence[ChunkKey]) -> None:
+        """Do nothing: whoever wants to know what is there asks."""
+
+    def dropped(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that chunks were evicted."""
+        self.evictions.dropped(keys)
+        self._chunk_slabs.remove(keys)
+
+    def give_up(self, slab: int) -> bool:
+        """Evict what is in a slab, and have its pages no more; False where a client uses any of them."""
+        keys = self._chunk_slabs.chunks_in(slab)
+        first, end = self.pages.of_slab(slab)
+        pages = _joined([self.tier.pages_of(key) for key in keys])
+        pages = _joined([pages, *self.pages.spills_of(pages).values()])
+        in_chunks = int(np.count_nonzero((pages >= first) & (pages < end)))
+        # Others are reserved: a client writes them.
+        if in_chunks != self.pages.num_used_in(slab) or not self.tier.remove(keys):
+            return False
+        self.pages.remove_slab(slab)
+        return True
 
     def handle(self, client: Client | None, request: Message) -> list[bytes] | None:
         """Do what a client asks; None is one that has no pages, and may ask what is there.
@@ -86,7 +116,7 @@ class NodeIndex:
 
     def state(self) -> State:
         """What every reply says of all."""
-        in_use = self.pages.num_pages - self.pages.num_free
+        in_use = self.pages.num_there - self.pages.num_free
         return State(len(self.tier), in_use, self.tier.evicted)
 
     def _note(self, client: Client, note: Message) -> None:
@@ -96,7 +126,9 @@ class NodeIndex:
             pages, counts = map(read_numbers, note.parts)
             client.holds.end(pages, counts)
         elif note.op is Op.USE:
-            self.tier.use(_keys(*note.parts))
+            names = _keys(*note.parts)
+            self.tier.use(names)
+            self._use_slabs(names)
         else:
             raise ProtocolError(f"got {note.op.name}, which is no request to an owner")
 
@@ -108,7 +140,9 @@ class NodeIndex:
         return bytes(chunk is not None for chunk in self._below(self._usable(limit), chunks))
 
     def _pin(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
-        return self._hold(client, self._usable(limit), self.tier.pin(_keys(keys)))
+        names = _keys(keys)
+        self._use_slabs(names)
+        return self._hold(client, self._usable(limit), self.tier.pin(names))
 
     def _pin_prefix(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
         names = _keys(keys)
@@ -133,15 +167,48 @@ class NodeIndex:
         end, (count,) = self._usable(limit), read_numbers(wanted).tolist()
         if count < 1:
             raise ProtocolError(f"got {count} pages to reserve; allowed: 1 or more")
-        pages = self.pages.take(count, end)
-        evicts = end >= self.pages.num_pages
-        if pages is None and evicts and self.tier.evict(count - self.pages.num_free):
+        # No more go than can be of use.
+        evicts = self.pages.num_pages <= end and count <= self.pages.num_pages
+        pages = self._take(count, end)
+        if pages is None and evicts and self._make_room(count):
             pages = self.pages.take(count, end)
         if pages is None:
             room = self.pages.free_below(end) + (self.tier.evictable() if evicts else 0)
             return [b"", pack_numbers([room])]
         client.holds.take_over(pages)
         return [pack_numbers(pages), b""]
+
+    def _take(self, count: int, end: int) -> Int64s | None:
+        """Pages that are free, in slabs that nobody has where those of this index have too few."""
+        slabs = self._slabs
+        pages = self.pages.take(count, end)
+        while pages is None and slabs is not None:
+            whole = len(slabs) if end >= self.pages.num_pages else end // self._span
+            slab = slabs.take(self, whole)
+            if slab is None:
+                break
+            self.pages.add_slab(slab)
+            pages = self.pages.take(count, end)
+        return pages
+
+    def _make_room(self, count: int) -> bool:
+        """Have `count` pages free: for it go slabs of other sizes that were used longest ago, then chunks."""
+        self._take_slabs(count, only_older=True)
+        if self.tier.evict(count - self.pages.num_free):
+            return True
+        self._take_slabs(count, only_older=False)
+        return self.tier.evict(count - self.pages.num_free)
+
+    def _take_slabs(self, count: int, only_older: bool) -> None:
+        while self._slabs is not None and self.pages.num_free < count:
+            slab = self._slabs.take_oldest(self, only_older)
+            if slab is None:
+                return
+            self.pages.add_slab(slab)
+
+    def _use_slabs(self, keys: Sequence[ChunkKey]) -> None:
+        if self._slabs is not None:
+            self._slabs.use(self._chunk_slabs.of(keys))
 
     def _usable(self, limit: bytes) -> int:
         """The end of the pages that a client can use."""
@@ -173,7 +240,17 @@ class NodeIndex:
         ends = np.cumsum(sizes).tolist()
         starts = [0, *ends[:-1]]
         chunks = [Chunk(numbers[start:end]) for start, end in zip(starts, ends, strict=True)]
+        known = self.tier.contains(names)
         self.tier.insert(names, chunks, before)
+        self._note_slabs([key for key, there in zip(names, known, strict=True) if not there])
+        self._use_slabs(names)
+
+    def _note_slabs(self, keys: Sequence[ChunkKey]) -> None:
+        """Note where chunks are that are new."""
+        for key in dict.fromkeys(keys) if self._slabs is not None else ():
+            pages = self.tier.pages_of(key)
+            pages = _joined([pages, *self.pages.spills_of(pages).values()])
+            self._chunk_slabs.add(key, (pages // self._span).tolist())
 
     def _require_new(self, pages: Int64s, beside: Mapping[int, Int64s]) -> None:
         """Raise ProtocolError unless nothing has these pages but one hold of the client that commits them.

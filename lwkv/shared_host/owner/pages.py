@@ -17,19 +17,46 @@ class NodePages:
     """Which pages are in use, by the index or by clients. For one thread.
 
     Args:
+        num_pages: that there can be.
         span: pages of a slab; pages are handed out as neighbours within one where there are such.
+        by_slab: whether there is no page before `add_slab`; else all are there.
+
+    Attributes:
+        num_there: pages that there are.
     """
 
-    def __init__(self, num_pages: int, span: int) -> None:
+    def __init__(self, num_pages: int, span: int, by_slab: bool = False) -> None:
         self.num_pages = num_pages
+        self.num_there = 0 if by_slab else num_pages
+        self._span = span
         self._counts = PageRefcounts(span)
         self._counts.grow(num_pages)
-        self._free = FreePages(num_pages, span)
+        self._free = FreePages(num_pages, span, self.num_there)
         self._spills = PageSpills()
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def add_slab(self, slab: int) -> None:
+        """Let there be the pages of a slab, all free."""
+        first, end = self.of_slab(slab)
+        self._free.give(np.arange(first, end))
+        self.num_there += end - first
+
+    def remove_slab(self, slab: int) -> None:
+        """Let there be the pages of a slab, all of which are free, no more."""
+        first, end = self.of_slab(slab)
+        self._free.withdraw(first, end)
+        self.num_there -= end - first
+
+    def of_slab(self, slab: int) -> tuple[int, int]:
+        """The first page of a slab, and the one behind its last."""
+        return slab * self._span, min((slab + 1) * self._span, self.num_pages)
+
+    def num_used_in(self, slab: int) -> int:
+        """How many pages of a slab have references."""
+        return self._counts.num_used(*self.of_slab(slab))
 
     @property
     def references(self) -> int:

@@ -17,14 +17,15 @@ from lwkv.shared_host.greeting import Hello, Welcome, read, why_not, write
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.index import NodeIndex
 from lwkv.shared_host.owner.peer import Peer
+from lwkv.shared_host.owner.slabs import Slabs
 from lwkv.shared_host.process import peer_of
-from lwkv.shared_host.protocol import Message, Op, ProtocolError, pack_numbers
+from lwkv.shared_host.protocol import Message, Op, ProtocolError, State, pack_numbers
 from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 
-SLAB_BYTES = 1 << 30
-"""Most bytes that a client page-locks in one call. Drivers take 64 GiB, and hold launches up meanwhile."""
+SLAB_BYTES = 256 << 20
+"""Most bytes that a client page-locks in one call, which holds its launches up; pages in it have one size."""
 
 ACCEPT_REST_S = 1.0
 """Seconds without new connections where one could not be taken."""
@@ -42,17 +43,16 @@ class Memory(NamedTuple):
 class Server:
     """Serves one memory at one address, on the thread that calls `serve`.
 
-    The stride of pages is that of the first client. As long as processes of clients are there, others have
-    the same; a client with another stride that comes later finds memory that is empty.
+    Clients of several sizes of pages share it slab by slab, see Slabs.
     """
 
     def __init__(self, address: Address, memory: Memory, slab_bytes: int = SLAB_BYTES) -> None:
         self._address = address
         self._memory = memory
-        self._slab_bytes = slab_bytes
+        self._slabs = Slabs(memory.num_bytes, slab_bytes)
         self._name = uuid4().hex
-        self._stride = 0
-        self._index = NodeIndex(0, 1)
+        self._nothing = NodeIndex(0, 1)
+        self._indexes: dict[int, NodeIndex] = {}  # by the stride of their pages
         self._peers: set[Peer] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -83,11 +83,12 @@ class Server:
 
     def status(self) -> dict[str, int]:
         """What there is, for people."""
-        state = self._index.state()
+        state = self._state()
+        in_use = [stride * index.state().pages_in_use for stride, index in self._indexes.items()]
         return {
             "bytes": self._memory.num_bytes,
-            "page_bytes": self._stride,
-            "pages": self._index.pages.num_pages,
+            "bytes_in_use": sum(in_use),
+            "page_sizes": len(self._indexes),
             "pages_in_use": state.pages_in_use,
             "chunks": state.chunks,
             "chunks_evicted": state.evicted,
@@ -95,6 +96,12 @@ class Server:
             "clients_leaving": sum(not peer.is_connected for peer in self._clients()),
             "pages_held": sum(peer.client.holds.num_pages for peer in self._clients() if peer.client),
         }
+
+    def _state(self) -> State:
+        """Of all sizes of pages."""
+        return State(
+            *map(sum, zip(State(), *(index.state() for index in self._indexes.values()), strict=True))
+        )
 
     def _clients(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.client is not None]
@@ -175,47 +182,60 @@ class Server:
         elif message.op is Op.BYE:
             peer.leave()
         else:
-            parts = self._index.handle(peer.client, message)
+            client = peer.client
+            parts = self._has(message) if client is None else client.index.handle(client, message)
             if parts is not None:
                 peer.send(Op.REPLY, message.number, *self._head(peer), *parts)
 
+    def _has(self, message: Message) -> list[bytes]:
+        """Answer one that has no pages, and may ask what is there of any size."""
+        answers = [index.handle(None, message) for index in (self._nothing, *self._indexes.values())]
+        found = [answer[0] for answer in answers if answer is not None]
+        return [bytes(map(max, zip(*found, strict=True)))]
+
     def _head(self, peer: Peer) -> list[bytes]:
-        return [pack_numbers(self._index.state()), b"" if peer.client is None else peer.client.news()]
+        if peer.client is None:
+            return [pack_numbers(self._state()), b""]
+        return [pack_numbers(peer.client.index.state()), peer.client.news()]
 
     def _greet(self, peer: Peer, message: Message) -> None:
         hello = read(Hello, b"".join(message.parts[:1]))
-        reason = why_not(hello) or self._why_not_these_pages(hello.page_stride)
+        stride = hello.page_stride
+        reason = why_not(hello) or self._why_not_these_pages(stride)
         if reason is not None:
             log.warning("refused a client: %s", reason)
             peer.send(Op.REFUSED, message.number, reason.encode())
             return
         peer.welcome()
-        if not hello.page_stride:
+        if not stride:
             peer.send(Op.WELCOME, message.number, write(Welcome(self._name)))
             return
-        if peer.client is None:
-            peer.client = self._index.client()
-        span = max(1, self._slab_bytes // self._stride)
-        welcome = Welcome(self._name, self._memory.num_bytes, self._index.pages.num_pages, span)
+        if peer.client is not None:
+            raise ProtocolError("got a second hello")
+        peer.client = self._index_of(stride).client()
+        sizes = self._slabs.pages_of(stride)
+        welcome = Welcome(self._name, self._memory.num_bytes, *sizes, self._slabs.slab_bytes)
         peer.send_with(Op.WELCOME, message.number, write(welcome), [self._memory.descriptor])
 
     def _why_not_these_pages(self, stride: int) -> str | None:
-        """Why there can be no pages of this stride; where there can, there are from now on."""
-        if stride in (0, self._stride):
-            return None
-        if self._clients():
-            return (
-                f"the pages of this memory have {self._stride} bytes while its other clients are there, and "
-                f"this one wants {stride}: start an owner with another --socket for it"
-            )
-        num_pages = self._memory.num_bytes // stride
-        if not num_pages:
+        """Why there can be no pages of this stride."""
+        slab_bytes = self._slabs.slab_bytes
+        if stride > slab_bytes:
+            return f"a page has {stride} bytes; allowed: up to {slab_bytes}: lower chunk_size"
+        if stride and not self._slabs.pages_of(stride)[0]:
             return f"the memory has {self._memory.num_bytes} bytes, and a page {stride}: give a larger --size"
-        if len(self._index.tier):
-            log.info("dropped %d chunks: pages have %d bytes from now on", len(self._index.tier), stride)
-        self._stride = stride
-        self._index = NodeIndex(num_pages, max(1, self._slab_bytes // stride))
         return None
+
+    def _index_of(self, stride: int) -> NodeIndex:
+        """That of pages of `stride` bytes; those of sizes that nobody has any more go."""
+        used = {id(peer.client.index) for peer in self._clients() if peer.client is not None}
+        for other, index in list(self._indexes.items()):
+            if not len(index.tier) and id(index) not in used:
+                self._slabs.leave(index)
+                del self._indexes[other]
+        if stride not in self._indexes:
+            self._indexes[stride] = NodeIndex(*self._slabs.pages_of(stride), self._slabs)
+        return self._indexes[stride]
 
     def _disconnect(self, peer: Peer) -> None:
         if peer.is_connected:

@@ -10,7 +10,7 @@ NUM_PAGES, SPAN = 13, 5
 
 
 def test_pages_that_were_never_in_use_come_first_and_in_order() -> None:
-    free = FreePages(NUM_PAGES, SPAN)
+    free = FreePages(NUM_PAGES, SPAN, NUM_PAGES)
     first = free.take(4, NUM_PAGES)
     assert first is not None
     free.give(first)
@@ -20,7 +20,7 @@ def test_pages_that_were_never_in_use_come_first_and_in_order() -> None:
 
 
 def test_the_longest_run_is_taken_of_those_that_came_back() -> None:
-    free = FreePages(NUM_PAGES, NUM_PAGES)
+    free = FreePages(NUM_PAGES, NUM_PAGES, NUM_PAGES)
     assert free.take(NUM_PAGES, NUM_PAGES) is not None
     for pages in ([7], [1, 2], [10, 9, 11]):
         free.give(np.array(pages))
@@ -34,7 +34,7 @@ def test_the_longest_run_is_taken_of_those_that_came_back() -> None:
     st.lists(st.tuples(st.booleans(), st.integers(1, NUM_PAGES), st.integers(0, NUM_PAGES + 2)), max_size=40)
 )
 def test_a_page_is_taken_once_and_all_that_are_free_can_be(steps: list[tuple[bool, int, int]]) -> None:
-    free, model, used = FreePages(NUM_PAGES, SPAN), set(range(NUM_PAGES)), list[list[int]]()
+    free, model, used = FreePages(NUM_PAGES, SPAN, NUM_PAGES), set(range(NUM_PAGES)), list[list[int]]()
     for gives, count, end in steps:
         if gives and used:
             pages = used.pop(count % len(used))
