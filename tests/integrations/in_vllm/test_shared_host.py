@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from integrations.in_vllm import models
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import assert_same, prompt, with_lwkv
 from shared_host.owners import owner_at
@@ -35,3 +36,26 @@ def test_what_one_engine_stores_is_a_hit_of_the_other_and_of_one_that_starts_whe
         finally:
             first.kill()
             second.close()
+
+
+def test_two_ranks_of_a_model_with_latent_rows_keep_them_once_and_both_load_them(tmp_path: Path) -> None:
+    """Of rows that are wrong at one rank the answers would be wrong: each has half of the heads."""
+    model = models.written(models.write_deepseek, tmp_path)
+    arguments = {"block_size": 16, "compilation_config": {"custom_ops": ["none"]}}
+    ranks = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    path = tmp_path / "host.sock"
+    settings = with_lwkv(host_memory=str(path), extra_config={"host_memory_timeout_s": 30.0})
+    plain = Elsewhere(model, enable_prefix_caching=False, **arguments)
+    wanted = plain.ask(PROMPTS)
+    plain.close()
+    with owner_at(path, 64, stride=64 * 576 * 4) as owner:
+        for hits in ([0, 0], [256, 192]):
+            engine = Elsewhere(model, enable_prefix_caching=False, **arguments, **ranks, **settings)
+            try:
+                answers = engine.ask(PROMPTS)
+                assert_same(answers, wanted)
+                assert [answer.cached for answer in answers] == hits
+            finally:
+                engine.close()
+            status = owner.server.status()
+            assert (status["chunks"], status["pages_in_use"]) == (4 + 3, (4 + 3) * 4)
