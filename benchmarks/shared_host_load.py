@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.owner import owner_of
 from lwkv.benchmarks.measuring.shapes import SHAPES
 from lwkv.benchmarks.measuring.timing import alternate_ms
@@ -131,21 +131,23 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     begun = time.monotonic()
     # Prompts of other processes have other bytes.
     first = 1000 * (time.monotonic_ns() % (1 << 30))
-    with Bed(
+    with MeasuredEngine(
         platform, device, shape, args.tokens, prompts=prompts, config=settings, first_prompt=first
-    ) as bed:
+    ) as measured:
         start_s = time.monotonic() - begun
-        bed.engine.wait_for_memory(600.0)
+        measured.engine.wait_for_memory(600.0)
         locked_s = time.monotonic() - begun
-        bed.fill()
-        tokens = bed.new_prompt()
-        bed.keep(tokens)
+        measured.fill()
+        tokens = measured.new_prompt()
+        measured.keep(tokens)
         print("ready", flush=True)
         sys.stdin.readline()
-        [times] = alternate_ms(platform, device, [lambda: bed.load(tokens)], args.repeats, bed.clear_target)
-        right = bed.places_agree()
-        pinned = _pinned_load_ms(bed, tokens, args.repeats)
-        right = right and bed.places_agree()
+        [times] = alternate_ms(
+            platform, device, [lambda: measured.load(tokens)], args.repeats, measured.clear_target
+        )
+        right = measured.places_agree()
+        pinned = _pinned_load_ms(measured, tokens, args.repeats)
+        right = right and measured.places_agree()
         moved = shape.num_layers * args.tokens * shape.token_bytes
         median = statistics.median(times)
         return {
@@ -155,35 +157,35 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "load_ms": median,
             "load_gb_s": moved / median / 1e6,
             "pinned_load_ms": pinned,
-            "pin_ms": _pin_ms(bed, tokens, args.repeats),
+            "pin_ms": _pin_ms(measured, tokens, args.repeats),
             "huge_page_share": _huge_page_share(),
             "bytes_are_right": right,
         }
 
 
-def _pinned_load_ms(bed: Bed, tokens: Slots, repeats: int) -> float:
+def _pinned_load_ms(measured: MeasuredEngine, tokens: Slots, repeats: int) -> float:
     """A load of chunks that were pinned before its time: the copies, without looking for anything."""
-    context, keys = bed.engine.parts(), bed.engine.keys(tokens)
+    context, keys = measured.engine.parts(), measured.engine.keys(tokens)
     pinned: list[PinnedChunks] = []
-    slots = torch.from_numpy(bed.target).to(bed.device)
+    slots = torch.from_numpy(measured.target).to(measured.device)
 
     def pin() -> None:
-        bed.clear_target()
-        bed.flush()  # what was pinned before is given back
+        measured.clear_target()
+        measured.flush()  # what was pinned before is given back
         pinned[:] = [PinnedChunks(keys, context.storage.host.pin_prefix(keys), slots)]
 
     def load() -> None:
-        current = bed.platform.current_stream(bed.device)
-        PinnedLoad(context, pinned, lambda stream: bed.platform.wait_stream(stream, current)).finish()
+        current = measured.platform.current_stream(measured.device)
+        PinnedLoad(context, pinned, lambda stream: measured.platform.wait_stream(stream, current)).finish()
 
-    [times] = alternate_ms(bed.platform, bed.device, [load], repeats, pin)
-    bed.flush()
+    [times] = alternate_ms(measured.platform, measured.device, [load], repeats, pin)
+    measured.flush()
     return statistics.median(times)
 
 
-def _pin_ms(bed: Bed, tokens: Slots, repeats: int) -> float:
+def _pin_ms(measured: MeasuredEngine, tokens: Slots, repeats: int) -> float:
     """How long the host looks for all chunks and pins them, after it and the owner have been idle."""
-    host, keys, times = bed.engine.parts().storage.host, bed.engine.keys(tokens), []
+    host, keys, times = measured.engine.parts().storage.host, measured.engine.keys(tokens), []
     for _ in range(repeats):
         time.sleep(0.02)  # as long as a load, in which the owner sleeps
         begun = time.perf_counter()

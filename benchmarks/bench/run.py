@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lwkv.benchmarks.measuring.measured_engine import Bed
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine
 from lwkv.benchmarks.measuring.shapes import Shape
 from lwkv.benchmarks.measuring.timing import Work, alternate_ms
 from lwkv.benchmarks.transfers.ceilings import Ceilings, measure_ceilings
@@ -58,10 +58,14 @@ class Bench:
             self.platform, self.device, self.shape.kv_bytes(self.prefix), max(self.repeats, 5)
         )
 
-    def bed(self, num_tokens: int | None = None, shape: Shape | None = None, **settings: Any) -> Bed:
-        """A bed of the run's shape for the prefix, unless others are given; other settings as Bed's."""
+    def new_engine(
+        self, num_tokens: int | None = None, shape: Shape | None = None, **settings: Any
+    ) -> MeasuredEngine:
+        """A `MeasuredEngine` of the run's shape for the prefix, unless others are given."""
         settings["config"] = {"page_codec": self.page_codec} | dict(settings.get("config") or {})
-        return Bed(self.platform, self.device, shape or self.shape, num_tokens or self.prefix, **settings)
+        return MeasuredEngine(
+            self.platform, self.device, shape or self.shape, num_tokens or self.prefix, **settings
+        )
 
     def alternate_ms(self, works: Sequence[Work], before: Work | None = None) -> list[list[float]]:
         """As `timing.alternate_ms`, on the run's device."""

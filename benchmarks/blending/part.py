@@ -15,7 +15,7 @@ from lwkv.benchmarks.measuring.shapes import Shape
 from lwkv.blend import Blender, BlendRequest, Deviation, NoTokens, QueryAttention, Selector
 from lwkv.blend.forward.forward_pass import BlendPass, no_hook
 from lwkv.blend.forward.paged_rows import PagedRows
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.request import check_blend
 from lwkv.config.settings import Config
 from lwkv.pipeline.generators import retrieve_steps
@@ -84,7 +84,7 @@ def _row(way: Way, absolute: bool) -> list[str]:
     return [way.name, f"{way.over_full:.3f}", f"{way.over_larger:.3f}", *times]
 
 
-class Desk:
+class BlendSetup:
     """A model of the bench's shape, NUM_DOCUMENTS cached documents, and a prompt that has them in turn."""
 
     def __init__(self, bench: Bench) -> None:
@@ -165,9 +165,9 @@ class Desk:
         prompt = check_blend(self.request, self.engine.connector.num_slots)
         reused = np.zeros(len(self.tokens), bool)
         reused[self.segments[0][0] : self.segments[-1][1]] = True
-        layout = Layout(prompt, 0, reused, tuple(start for start, _ in self.segments))
+        reuse = PromptReuse(prompt, 0, reused, tuple(start for start, _ in self.segments))
         rows = PagedRows(blender.segments.connector)
-        BlendPass(blender.model, rows, [layout], blender.selector, share).run(no_hook)
+        BlendPass(blender.model, rows, [reuse], blender.selector, share).run(no_hook)
 
 
 def measure_blend(bench: Bench) -> BlendTimes | Absent:
@@ -175,51 +175,51 @@ def measure_blend(bench: Bench) -> BlendTimes | Absent:
     if bench.shape.use_mla or not bench.platform.features.blending:
         return Absent(f"no blending of {bench.shape.name} on {bench.platform.name}")
     with torch.inference_mode():
-        desk = Desk(bench)
+        setup = BlendSetup(bench)
         try:
-            return _measure(desk)
+            return _measure(setup)
         finally:
-            desk.engine.close()
+            setup.engine.close()
 
 
-def _measure(desk: Desk) -> BlendTimes:
-    desk.encode()
-    reuse = desk.blender(NoTokens(), 0.0)
-    full = desk.bench.median_ms(desk.full)
-    load = desk.bench.median_ms(lambda: desk.load(reuse), desk.flush)
+def _measure(setup: BlendSetup) -> BlendTimes:
+    setup.encode()
+    reuse = setup.blender(NoTokens(), 0.0)
+    full = setup.bench.median_ms(setup.full)
+    load = setup.bench.median_ms(lambda: setup.load(reuse), setup.flush)
     ways = [
-        _way(desk, name, selector, share, full, load)
+        _way(setup, name, selector, share, full, load)
         for name, selector, share in (
             ("plain reuse", NoTokens(), 0.0),
             ("deviation, 15 %", Deviation(), 0.15),
-            ("query, 15 %", QueryAttention.of(desk.model.shape.num_layers), 0.15),
+            ("query, 15 %", QueryAttention.of(setup.model.shape.num_layers), 0.15),
             ("deviation, 30 %", Deviation(), 0.3),
         )
     ]
-    return BlendTimes(desk.bench.prefix, HEAD_TOKENS + QUESTION_TOKENS, full, load, ways, _drift(desk))
+    return BlendTimes(setup.bench.prefix, HEAD_TOKENS + QUESTION_TOKENS, full, load, ways, _drift(setup))
 
 
-def _way(desk: Desk, name: str, selector: Selector, share: float, full: float, load: float) -> Way:
-    blender = desk.blender(selector, share)
+def _way(setup: BlendSetup, name: str, selector: Selector, share: float, full: float, load: float) -> Way:
+    blender = setup.blender(selector, share)
 
     def blend() -> None:
-        (found,) = blender.prefill([desk.request])
-        if found.num_reused != desk.bench.prefix:
-            raise RuntimeError(f"only {found.num_reused} of {desk.bench.prefix} tokens were reused")
+        (found,) = blender.prefill([setup.request])
+        if found.num_reused != setup.bench.prefix:
+            raise RuntimeError(f"only {found.num_reused} of {setup.bench.prefix} tokens were reused")
 
     def prepare() -> None:
         # What is chosen depends on what was loaded: loaded before each, both choose the same tokens.
-        desk.load(blender)
-        desk.flush()  # nor is the host busy with the end of another request
+        setup.load(blender)
+        setup.flush()  # nor is the host busy with the end of another request
 
-    times = desk.bench.alternate_ms([blend, lambda: desk.recompute(blender, share)], prepare)
+    times = setup.bench.alternate_ms([blend, lambda: setup.recompute(blender, share)], prepare)
     blended, recomputed = map(statistics.median, times)
     return Way(name, share, blended, recomputed, blended / full, blended / max(load, recomputed))
 
 
-def _drift(desk: Desk) -> float:
-    (found,) = desk.blender(Deviation(), 1.0).prefill([desk.request])
-    wanted = desk.full()[0]
+def _drift(setup: BlendSetup) -> float:
+    (found,) = setup.blender(Deviation(), 1.0).prefill([setup.request])
+    wanted = setup.full()[0]
     return float((found.logits - wanted).abs().max() / wanted.abs().max())
 
 

@@ -26,14 +26,14 @@ LAYOUTS = ("vllm_2bnhd", "vllm_b2nhd", "vllm_bhn2d")
 MLA_LAYOUT = "vllm_mla"
 
 
-class Bed:
+class MeasuredEngine:
     """Caches of `shape` for `num_tokens` tokens in two places, random blocks both, and the engine on them.
 
     `source` and `target` are int64 (num_tokens,), the slots of the two places. Host memory for `prompts`
     whole prompts is page-locked at once, so that this is in nobody's time: a new prompt then takes the place
     of the one that was used least recently. Leaving a `with` block gives all of it back. `config` has
     settings beside those that the sizes ask for. Prompts are numbered from `first_prompt`: a tier that
-    outlives the bed must not know them from a run before, whose bytes were others.
+    outlives this engine must not know them from a run before, whose bytes were others.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Bed:
         self.caches.clear()
         self._memory.clear()
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> MeasuredEngine:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""LMCache on a bed's caches, through its public names only."""
+"""LMCache on a measured's caches, through its public names only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 
 # What moves the bytes; in LMCache's torch fallback these are Python functions.
 _MOVERS = ("single_layer_kv_transfer", "multi_layer_kv_transfer")
@@ -48,16 +48,18 @@ def import_lmcache() -> Library:
 class LMCachePeer:
     """An LMCache engine with host memory for `prompts` prompts, layer by layer or in bulk.
 
-    Tokens are int64 arrays; loads write to the bed's target slots, saves read its source slots.
+    Tokens are int64 arrays; loads write to the target slots of `measured`, saves read its source slots.
     """
 
-    def __init__(self, bed: Bed, layerwise: bool, prompts: int) -> None:
-        self._bed, self.layerwise = bed, layerwise
+    def __init__(self, measured: MeasuredEngine, layerwise: bool, prompts: int) -> None:
+        self._bed, self.layerwise = measured, layerwise
         self._name = f"lwkv-bench-{'layerwise' if layerwise else 'bulk'}"
         # It switches the collector off for the whole process.
         self._collects = gc.isenabled()
-        self._engine = _make_engine(self._name, bed, layerwise, prompts)
-        self._source, self._target = (torch.from_numpy(s).to(bed.device) for s in (bed.source, bed.target))
+        self._engine = _make_engine(self._name, measured, layerwise, prompts)
+        self._source, self._target = (
+            torch.from_numpy(s).to(measured.device) for s in (measured.source, measured.target)
+        )
 
     def keep(self, tokens: Slots) -> None:
         """See to it that all of `tokens` is cached. Raises RuntimeError where it does not stay."""
@@ -113,16 +115,16 @@ class LMCachePeer:
         return {"kvcaches": self._bed.caches, "slot_mapping": slots, "req_id": "bench"}
 
 
-def _make_engine(name: str, bed: Bed, layerwise: bool, prompts: int) -> Any:
+def _make_engine(name: str, measured: MeasuredEngine, layerwise: bool, prompts: int) -> Any:
     lmcache = {
         module: importlib.import_module(f"lmcache.{module}")
         for module in ("utils", "v1.config", "v1.metadata", "v1.cache_engine", "v1.gpu_connector")
     }
-    shape = bed.shape
+    shape = measured.shape
     config = lmcache["v1.config"].LMCacheEngineConfig.from_defaults(
         chunk_size=shape.chunk_size,
         local_cpu=True,
-        max_local_cpu_size=prompts * shape.kv_bytes(bed.num_tokens) / 2**30,
+        max_local_cpu_size=prompts * shape.kv_bytes(measured.num_tokens) / 2**30,
         use_layerwise=layerwise,
     )
     metadata = lmcache["v1.metadata"].LMCacheMetadata(

@@ -10,7 +10,7 @@ import torch
 
 from lwkv.benchmarks.bench.findings import Absent, Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.timing import gb_per_s
 from lwkv.benchmarks.peers.lmcache import Library, LMCachePeer, import_lmcache
 from lwkv.benchmarks.prefills.stack import Stack
@@ -90,36 +90,38 @@ def measure_library(bench: Bench, library: Library) -> Peers:
     """Measure moves in both modes, then prefills of the suffixes that are not the very small ones."""
     moves: list[PeerMove] = []
     suffixes = [suffix for suffix in bench.suffixes if suffix >= SMALLEST_SUFFIX] or list(bench.suffixes)
-    with bench.bed(layout=LAYOUT, prompts=1) as bed:
-        bed.fill()
+    with bench.new_engine(layout=LAYOUT, prompts=1) as measured:
+        measured.fill()
         prompts = bench.repeats + SPARE_PROMPTS
         by_mode: dict[str, list[tuple[float, float]]] = {}
         for mode in ("layerwise", "bulk"):
-            with LMCachePeer(bed, mode == "layerwise", prompts) as peer:
-                kept = bed.new_prompt()
-                moves += _measure_moves(bench, bed, peer, mode, kept)
-                by_mode[mode] = [_measure_prefill(bench, bed, peer, kept, suffix) for suffix in suffixes]
+            with LMCachePeer(measured, mode == "layerwise", prompts) as peer:
+                kept = measured.new_prompt()
+                moves += _measure_moves(bench, measured, peer, mode, kept)
+                by_mode[mode] = [_measure_prefill(bench, measured, peer, kept, suffix) for suffix in suffixes]
     pairs = zip(suffixes, by_mode["layerwise"], by_mode["bulk"], strict=True)
     overlaps = [PeerOverlap(suffix, first[0], first[1], second[1]) for suffix, first, second in pairs]
     return Peers(library.version, library.native, library.label, moves, overlaps)
 
 
-def _measure_moves(bench: Bench, bed: Bed, peer: LMCachePeer, mode: str, kept: Slots) -> Iterator[PeerMove]:
+def _measure_moves(
+    bench: Bench, measured: MeasuredEngine, peer: LMCachePeer, mode: str, kept: Slots
+) -> Iterator[PeerMove]:
     num_bytes = bench.shape.kv_bytes(bench.prefix)
-    bed.clear_target()
+    measured.clear_target()
     load_ms = bench.median_ms(lambda: peer.load(kept), before=lambda: peer.keep(kept))
-    exact = bed.places_agree()
+    exact = measured.places_agree()
     yield _move(mode, "load", gb_per_s(num_bytes, load_ms), bench.ceilings.load_gb_s, exact)
     stored: list[Slots] = []
 
     def save() -> None:
-        stored.append(bed.new_prompt())
+        stored.append(measured.new_prompt())
         peer.save(stored[-1])
 
     save_ms = bench.median_ms(save)
-    bed.clear_target()
+    measured.clear_target()
     peer.load(stored[-1])
-    exact = bed.places_agree()
+    exact = measured.places_agree()
     yield _move(mode, "save", gb_per_s(num_bytes, save_ms), bench.ceilings.save_gb_s, exact)
 
 
@@ -129,10 +131,10 @@ def _move(mode: str, name: str, speed: float, ceiling: float, exact: bool) -> Pe
 
 @torch.inference_mode()
 def _measure_prefill(
-    bench: Bench, bed: Bed, peer: LMCachePeer, kept: Slots, suffix: int
+    bench: Bench, measured: MeasuredEngine, peer: LMCachePeer, kept: Slots, suffix: int
 ) -> tuple[float, float]:
     """Milliseconds of the computing alone, and with the load: by layers, or in bulk before it."""
-    stack = Stack(bed.shape, bed.num_tokens, suffix, bed.device)
+    stack = Stack(measured.shape, measured.num_tokens, suffix, measured.device)
 
     def compute() -> None:
         _forward(stack, iter(()))

@@ -10,7 +10,7 @@ import torch
 
 from lwkv.benchmarks.bench.findings import Absent, Findings
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.timing import median_ratio
 from lwkv.benchmarks.prefills.prefill import prefill
 from lwkv.benchmarks.prefills.stack import Stack
@@ -53,51 +53,51 @@ def measure_interference(bench: Bench) -> Interference | Absent:
         return Absent(f"platform {bench.platform.name!r} has no timing events")
     suffix, num_tokens = bench.prefix // 8, 4 * bench.prefix
     stack = Stack(bench.shape, bench.prefix, suffix, bench.device)
-    with bench.bed(num_tokens, prompts=3) as bed:
-        kept = bed.new_prompt()
-        rounds = [_measure_round(bed, stack, kept) for _ in range(bench.repeats + 1)][1:]
+    with bench.new_engine(num_tokens, prompts=3) as measured:
+        kept = measured.new_prompt()
+        rounds = [_measure_round(measured, stack, kept) for _ in range(bench.repeats + 1)][1:]
     alone, loading, saving = ([run[i][0] for run in rounds] for i in range(3))
     ratios = median_ratio(loading, alone), median_ratio(saving, alone)
     left = (min(run[i][1] for run in rounds) for i in (1, 2))
     return Interference(suffix, num_tokens, statistics.median(alone), *ratios, *left)
 
 
-def _measure_round(bed: Bed, stack: Stack, kept: Slots) -> list[tuple[float, float]]:
+def _measure_round(measured: MeasuredEngine, stack: Stack, kept: Slots) -> list[tuple[float, float]]:
     """Alone, beside a load and beside a save: ms of the kernels, and ms that the transfer had left."""
-    bed.keep(kept)
-    loading = bed.engine.retrieve_layer(kept, slot_mapping=bed.target, sync=False)
-    storing = bed.engine.store_layer(bed.new_prompt(), slot_mapping=bed.source)
-    num_layers = bed.shape.num_layers
+    measured.keep(kept)
+    loading = measured.engine.retrieve_layer(kept, slot_mapping=measured.target, sync=False)
+    storing = measured.engine.store_layer(measured.new_prompt(), slot_mapping=measured.source)
+    num_layers = measured.shape.num_layers
     # A load has a first step that only counts.
     transfers = ((iter(()), 0), (loading, 1 + num_layers), (storing, num_layers))
-    return [_measure_beside(bed, stack, transfer, steps) for transfer, steps in transfers]
+    return [_measure_beside(measured, stack, transfer, steps) for transfer, steps in transfers]
 
 
 def _measure_beside(
-    bed: Bed, stack: Stack, transfer: Iterator[object], num_steps: int
+    measured: MeasuredEngine, stack: Stack, transfer: Iterator[object], num_steps: int
 ) -> tuple[float, float]:
-    bed.flush()
-    bed.platform.synchronize_device(bed.device)
-    started, computed, moved = (bed.platform.new_event(timing=True) for _ in range(3))
+    measured.flush()
+    measured.platform.synchronize_device(measured.device)
+    started, computed, moved = (measured.platform.new_event(timing=True) for _ in range(3))
     for _ in range(num_steps):
         next(transfer)
-    _record(bed, started)
+    _record(measured, started)
     prefill(stack)
-    _record(bed, computed)
+    _record(measured, computed)
     # What is left of the generator makes the current stream wait for the transfer.
     for _ in transfer:
         pass
-    _record(bed, moved)
-    bed.platform.synchronize_device(bed.device)
-    return _elapsed(bed, started, computed), _elapsed(bed, computed, moved)
+    _record(measured, moved)
+    measured.platform.synchronize_device(measured.device)
+    return _elapsed(measured, started, computed), _elapsed(measured, computed, moved)
 
 
-def _record(bed: Bed, event: Event) -> None:
-    bed.platform.record(event, bed.platform.current_stream(bed.device))
+def _record(measured: MeasuredEngine, event: Event) -> None:
+    measured.platform.record(event, measured.platform.current_stream(measured.device))
 
 
-def _elapsed(bed: Bed, start: Event, end: Event) -> float:
-    elapsed = bed.platform.elapsed_ms(start, end)
+def _elapsed(measured: MeasuredEngine, start: Event, end: Event) -> float:
+    elapsed = measured.platform.elapsed_ms(start, end)
     if elapsed is None:
-        raise RuntimeError(f"platform {bed.platform.name!r} says it has event_timing, but timed nothing")
+        raise RuntimeError(f"platform {measured.platform.name!r} says it has event_timing, but timed nothing")
     return elapsed

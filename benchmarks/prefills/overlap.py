@@ -10,7 +10,7 @@ import torch
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.prefills.prefill import HostTimes, layer_host_ms, median_host_ms, prefill, timed
 from lwkv.benchmarks.prefills.stack import Stack
 from lwkv.engine import Request
@@ -55,27 +55,27 @@ def measure_overlaps(bench: Bench) -> Overlaps:
         (bench.prefix // 4, some),
         (bench.prefix * 4, some),
     ):
-        with bench.bed(prefix, prompts=1) as bed:
-            bed.fill()
-            kept = bed.new_prompt()
-            found += [measure_overlap(bench, bed, kept, suffix) for suffix in suffixes]
+        with bench.new_engine(prefix, prompts=1) as measured:
+            measured.fill()
+            kept = measured.new_prompt()
+            found += [measure_overlap(bench, measured, kept, suffix) for suffix in suffixes]
     return Overlaps(found)
 
 
 @torch.inference_mode()
-def measure_overlap(bench: Bench, bed: Bed, kept: Slots, suffix: int) -> Overlap:
+def measure_overlap(bench: Bench, measured: MeasuredEngine, kept: Slots, suffix: int) -> Overlap:
     """Compute a suffix and load `kept`, apart, layer by layer, and one after the other."""
-    stack = Stack(bed.shape, bed.num_tokens, suffix, bed.device)
-    steps, hosts = LayerSteps(bed.engine), HostTimes()
+    stack = Stack(measured.shape, measured.num_tokens, suffix, measured.device)
+    steps, hosts = LayerSteps(measured.engine), HostTimes()
 
     def compute() -> None:
         prefill(stack)
 
     def load() -> None:
-        bed.load(kept)
+        measured.load(kept)
 
     def layerwise() -> None:
-        steps.begin([Request(kept, bed.target)], [])
+        steps.begin([Request(kept, measured.target)], [])
         with timed(hosts.starts):
             steps.start_load_kv()
         prefill(stack, steps, hosts)
@@ -85,17 +85,17 @@ def measure_overlap(bench: Bench, bed: Bed, kept: Slots, suffix: int) -> Overlap
         load()
         compute()
 
-    times = bench.alternate_ms([compute, load, layerwise, bulk], before=lambda: bed.keep(kept))
+    times = bench.alternate_ms([compute, load, layerwise, bulk], before=lambda: measured.keep(kept))
     compute_ms, load_ms, layerwise_ms, bulk_ms = (statistics.median(taken) for taken in times)
     return Overlap(
-        prefix=bed.num_tokens,
+        prefix=measured.num_tokens,
         suffix=suffix,
         compute_ms=compute_ms,
         load_ms=load_ms,
         layerwise_ms=layerwise_ms,
         bulk_ms=bulk_ms,
         ratio=layerwise_ms / max(compute_ms, load_ms),
-        wait_ms=layer_host_ms(hosts.waits, bed.shape.num_layers),
+        wait_ms=layer_host_ms(hosts.waits, measured.shape.num_layers),
         start_ms=median_host_ms(hosts.starts),
     )
 

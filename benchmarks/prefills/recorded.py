@@ -10,7 +10,7 @@ import torch
 
 from lwkv.benchmarks.bench.findings import Findings
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.prefills.stack import Stack
 from lwkv.engine import Request
 from lwkv.steps import LayerSteps
@@ -57,29 +57,29 @@ def record_prefill(bench: Bench) -> Recorded:
     suffix = bench.prefix // 8
     timeline = Timeline(bench.platform, bench.device)
     stack = Stack(bench.shape, bench.prefix, suffix, bench.device)
-    with bench.bed(bench.prefix + suffix, prompts=3, timeline=timeline) as bed:
-        bed.fill()
+    with bench.new_engine(bench.prefix + suffix, prompts=3, timeline=timeline) as measured:
+        measured.fill()
         for _ in range(2):  # the second one counts
-            prompt = bed.new_prompt()
-            bed.keep(prompt[: bench.prefix])
-            bed.platform.synchronize_device(bed.device)
+            prompt = measured.new_prompt()
+            measured.keep(prompt[: bench.prefix])
+            measured.platform.synchronize_device(measured.device)
             timeline.restart()
-            _forward(bed, stack, prompt, timeline)
-            bed.flush()
+            _forward(measured, stack, prompt, timeline)
+            measured.flush()
         spans = timeline.spans()
     hidden, exposed = hidden_and_exposed(spans)
     recorded = [RecordedSpan(span.lane, span.layer, span.start * 1e3, span.end * 1e3) for span in spans]
     return Recorded(bench.prefix, suffix, hidden * 1e3, exposed * 1e3, recorded)
 
 
-def _forward(bed: Bed, stack: Stack, prompt: Slots, timeline: Timeline) -> None:
-    steps, prefix = LayerSteps(bed.engine), bed.num_tokens - len(stack.input)
-    is_new = np.arange(bed.num_tokens) >= prefix
-    load = Request(prompt[:prefix], bed.target[:prefix])
-    steps.begin([load], [Request(prompt, bed.target, is_new)])
+def _forward(measured: MeasuredEngine, stack: Stack, prompt: Slots, timeline: Timeline) -> None:
+    steps, prefix = LayerSteps(measured.engine), measured.num_tokens - len(stack.input)
+    is_new = np.arange(measured.num_tokens) >= prefix
+    load = Request(prompt[:prefix], measured.target[:prefix])
+    steps.begin([load], [Request(prompt, measured.target, is_new)])
     steps.start_load_kv()
-    x, stream = stack.input, bed.platform.current_stream(bed.device)
-    for layer in range(bed.shape.num_layers):
+    x, stream = stack.input, measured.platform.current_stream(measured.device)
+    for layer in range(measured.shape.num_layers):
         steps.wait_for_layer_load(layer)
         with timeline.span("compute", layer, stream):
             x = stack.mix(layer, stack.attend(layer, x, stack.project(layer, x)))

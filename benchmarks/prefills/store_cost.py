@@ -44,18 +44,18 @@ class StoreCost(Findings):
 def measure_store_cost(bench: Bench) -> StoreCost:
     """Measure a prefill of the run's whole prefix, with a new prompt to store each time."""
     stack, hosts = Stack(bench.shape, 0, bench.prefix, bench.device), HostTimes()
-    with bench.bed() as bed:
-        steps = LayerSteps(bed.engine)
+    with bench.new_engine() as measured:
+        steps = LayerSteps(measured.engine)
 
         def without() -> None:
             prefill(stack)
 
         def storing() -> None:
-            steps.begin([], [Request(bed.new_prompt(), bed.source)])
+            steps.begin([], [Request(measured.new_prompt(), measured.source)])
             prefill(stack, steps, hosts)
             steps.wait_for_save()
 
-        plain, stored = bench.alternate_ms([without, storing], before=bed.flush)
+        plain, stored = bench.alternate_ms([without, storing], before=measured.flush)
     medians = statistics.median(plain), statistics.median(stored)
     save_ms = layer_host_ms(hosts.saves, bench.shape.num_layers)
     return StoreCost(bench.prefix, *medians, median_ratio(stored, plain), save_ms)

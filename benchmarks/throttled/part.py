@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.timing import median_ratio
 from lwkv.benchmarks.throttled.model import HostModel, Model, StreamModel
 from lwkv.benchmarks.throttled.tier import ThrottledTier
@@ -71,20 +71,20 @@ def measure_throttled(bench: Bench) -> Throttled:
     """Load one prompt from the tier while a model computes, for loads faster and slower than the model."""
     tier = ThrottledTier()
     shape = replace(bench.shape, num_layers=NUM_LAYERS)
-    with bench.bed(NUM_CHUNKS * shape.chunk_size, shape, prompts=2, tiers=[tier]) as bed:
-        bed.fill()
-        kept = bed.new_prompt()
-        for prompt in (kept, bed.new_prompt(), bed.new_prompt()):
-            bed.keep(prompt)
+    with bench.new_engine(NUM_CHUNKS * shape.chunk_size, shape, prompts=2, tiers=[tier]) as measured:
+        measured.fill()
+        kept = measured.new_prompt()
+        for prompt in (kept, measured.new_prompt(), measured.new_prompt()):
+            measured.keep(prompt)
         # What comes from the tier is not kept in host memory, where the next load would find it.
-        bed.engine.freeze()
-        measured = [
-            _measure_run(bench, bed, kept, tier, model, load)
+        measured.engine.freeze()
+        results = [
+            _measure_run(bench, measured, kept, tier, model, load)
             for model in _models(bench)
             for load in LOADS_PER_COMPUTE
         ]
-        runs, exact = zip(*measured, strict=True)
-        return Throttled(bed.shape.num_layers, list(runs), all(exact))
+        runs, exact = zip(*results, strict=True)
+        return Throttled(measured.shape.num_layers, list(runs), all(exact))
 
 
 def _models(bench: Bench) -> list[Model]:
@@ -94,28 +94,28 @@ def _models(bench: Bench) -> list[Model]:
 
 
 def _measure_run(
-    bench: Bench, bed: Bed, kept: Slots, tier: ThrottledTier, model: Model, wanted: float
+    bench: Bench, measured: MeasuredEngine, kept: Slots, tier: ThrottledTier, model: Model, wanted: float
 ) -> tuple[ThrottledRun, bool]:
     """The run, and whether what its last step loaded is right."""
-    num_layers = bed.shape.num_layers
-    tier.seconds_per_byte = wanted * COMPUTE_MS / 1e3 / (bed.num_tokens * bed.shape.token_bytes)
-    steps = LayerSteps(bed.engine)
+    num_layers = measured.shape.num_layers
+    tier.seconds_per_byte = wanted * COMPUTE_MS / 1e3 / (measured.num_tokens * measured.shape.token_bytes)
+    steps = LayerSteps(measured.engine)
     layers: list[tuple[float, float]] = []
 
     def step() -> None:
         tier.reads.clear()
         with model.running():
-            steps.begin([Request(kept, bed.target)], [])
+            steps.begin([Request(kept, measured.target)], [])
             steps.start_load_kv()
             for layer in range(num_layers):
                 steps.wait_for_layer_load(layer)
                 model.compute()
             steps.wait_for_save()
-            bed.platform.synchronize_stream(bed.platform.current_stream(bed.device))
+            measured.platform.synchronize_stream(measured.platform.current_stream(measured.device))
         layers.append((_mean_ms(tier.reads), model.layer_ms()))
 
-    bed.clear_target()
-    totals = bench.alternate_ms([step], before=bed.flush)[0]
+    measured.clear_target()
+    totals = bench.alternate_ms([step], before=measured.flush)[0]
     # As in the times, the first round is not counted.
     ideals = [num_layers * max(pair) + min(pair) for pair in layers[1:]]
     run = ThrottledRun(
@@ -127,7 +127,7 @@ def _measure_run(
         total_ms=statistics.median(totals),
         ratio=median_ratio(totals, ideals),
     )
-    return run, bed.places_agree()
+    return run, measured.places_agree()
 
 
 def _mean_ms(seconds: list[float]) -> float:

@@ -43,8 +43,8 @@ def _measure(bench: Bench, folder: Path) -> DiskFindings:
     config = {"local_cpu": False, "local_disk": str(folder), "max_local_disk_size": limit}
     plain = _plain(bench, folder, direct)
     moves = _measure_tier(bench, folder, plain)
-    with bench.bed(prompts=2, config=config) as bed:
-        found = measure_engine(bench, bed, plain)
+    with bench.new_engine(prompts=2, config=config) as measured:
+        found = measure_engine(bench, measured, plain)
     return DiskFindings(bench.prefix, num_bytes, moves + found.moves, found.overlaps, found.exact, direct)
 
 

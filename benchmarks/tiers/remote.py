@@ -45,8 +45,8 @@ def _measure(bench: Bench, url: str) -> RemoteFindings:
     config = {"local_cpu": False, "remote_url": url, "load_timeout_s": 60.0}
     plain = open_plain(url, slab, num_chunks)
     moves = _measure_tier(bench, TierSetup(Config(**config), 1, page_bytes, "bench", Counters()), slab, plain)
-    with bench.bed(prompts=2, config=config, first_prompt=secrets.randbits(32)) as bed:
-        found = measure_engine(bench, bed, plain)
+    with bench.new_engine(prompts=2, config=config, first_prompt=secrets.randbits(32)) as measured:
+        found = measure_engine(bench, measured, plain)
     plain.close()
     num_bytes, server = shape.kv_bytes(bench.prefix), cut(url)
     return RemoteFindings(bench.prefix, num_bytes, moves + found.moves, found.overlaps, found.exact, server)

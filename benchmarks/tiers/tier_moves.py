@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.timing import Work, gb_per_s, median_ratio
 from lwkv.benchmarks.prefills.overlap import Overlap, measure_overlap, overlap_lines
 
@@ -96,30 +96,30 @@ class Found(NamedTuple):
     exact: bool
 
 
-def measure_engine(bench: Bench, bed: Bed, plain: Plain) -> Found:
+def measure_engine(bench: Bench, measured: MeasuredEngine, plain: Plain) -> Found:
     """Stores and loads of the run's prefix, `plain` in turn; prefills over it; whether bytes are right."""
-    bed.fill()
-    kept = bed.new_prompt()
-    bed.keep(kept)
-    moves = measure_moves(bench, bed, kept, plain)
-    overlaps = [measure_overlap(bench, bed, kept, suffix) for suffix in bench.suffixes]
-    bed.clear_target()
-    bed.load(kept)
-    return Found(moves, overlaps, bed.places_agree())
+    measured.fill()
+    kept = measured.new_prompt()
+    measured.keep(kept)
+    moves = measure_moves(bench, measured, kept, plain)
+    overlaps = [measure_overlap(bench, measured, kept, suffix) for suffix in bench.suffixes]
+    measured.clear_target()
+    measured.load(kept)
+    return Found(moves, overlaps, measured.places_agree())
 
 
-def measure_moves(bench: Bench, bed: Bed, kept: Slots, plain: Plain) -> list[TierMove]:
+def measure_moves(bench: Bench, measured: MeasuredEngine, kept: Slots, plain: Plain) -> list[TierMove]:
     """Store new prompts and load `kept`, with `plain` in turn, run by run."""
 
     def store() -> None:
-        bed.engine.store(bed.new_prompt(), slot_mapping=bed.source)
-        bed.flush()
+        measured.engine.store(measured.new_prompt(), slot_mapping=measured.source)
+        measured.flush()
 
     def before() -> None:
-        bed.flush()
+        measured.flush()
         plain.remove_old()
 
-    return compare_moves(bench, {"store": store, "load": lambda: bed.load(kept)}, plain, before)
+    return compare_moves(bench, {"store": store, "load": lambda: measured.load(kept)}, plain, before)
 
 
 def compare_moves(

@@ -10,7 +10,7 @@ import numpy as np
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.prefills.prefill import HostTimes, layer_host_ms, median_host_ms, timed
 from lwkv.engine import Request
 from lwkv.keys import chunk_keys
@@ -60,55 +60,55 @@ def measure_host(bench: Bench) -> HostCost:
 
 
 def _measure_hooks(bench: Bench, chunks: int) -> HostTime:
-    with bench.bed(chunks * bench.shape.chunk_size, prompts=3) as bed:
-        side_by_side, scattered = bed.new_prompt(), bed.new_prompt()
-        bed.keep(side_by_side)
-        _keep_by_chunks(bed, scattered)
+    with bench.new_engine(chunks * bench.shape.chunk_size, prompts=3) as measured:
+        side_by_side, scattered = measured.new_prompt(), measured.new_prompt()
+        measured.keep(side_by_side)
+        _keep_by_chunks(measured, scattered)
         # Loads first: what is saved takes the place of what is kept.
-        start_ms, wait_ms = _measure_loads(bench, bed, side_by_side)
-        scattered_start_ms, scattered_wait_ms = _measure_loads(bench, bed, scattered)
-        save_ms = _measure_saves(bench, bed)
+        start_ms, wait_ms = _measure_loads(bench, measured, side_by_side)
+        scattered_start_ms, scattered_wait_ms = _measure_loads(bench, measured, scattered)
+        save_ms = _measure_saves(bench, measured)
     return HostTime(chunks, start_ms, wait_ms, scattered_start_ms, scattered_wait_ms, save_ms)
 
 
-def _keep_by_chunks(bed: Bed, tokens: Slots) -> None:
+def _keep_by_chunks(measured: MeasuredEngine, tokens: Slots) -> None:
     # A chunk stored alone has its layers side by side: the next chunk's page of a layer is far away.
-    size = bed.shape.chunk_size
+    size = measured.shape.chunk_size
     for end in range(size, len(tokens) + 1, size):
-        bed.keep(tokens[:end])
+        measured.keep(tokens[:end])
 
 
-def _measure_loads(bench: Bench, bed: Bed, kept: Slots) -> tuple[float, float]:
-    steps, hosts = LayerSteps(bed.engine), HostTimes()
+def _measure_loads(bench: Bench, measured: MeasuredEngine, kept: Slots) -> tuple[float, float]:
+    steps, hosts = LayerSteps(measured.engine), HostTimes()
 
     def load() -> None:
         with timed(hosts.starts):
-            steps.begin([Request(kept, bed.target)], [])
+            steps.begin([Request(kept, measured.target)], [])
             (found,) = steps.start_load_kv()
         if found != len(kept):
             raise RuntimeError(f"{found} of {len(kept)} tokens are cached: this would time a miss")
-        for layer in range(bed.shape.num_layers):
+        for layer in range(measured.shape.num_layers):
             with timed(hosts.waits):
                 steps.wait_for_layer_load(layer)
         steps.wait_for_save()
 
     bench.median_ms(load)
-    return median_host_ms(hosts.starts), layer_host_ms(hosts.waits, bed.shape.num_layers)
+    return median_host_ms(hosts.starts), layer_host_ms(hosts.waits, measured.shape.num_layers)
 
 
-def _measure_saves(bench: Bench, bed: Bed) -> float:
-    steps, hosts = LayerSteps(bed.engine), HostTimes()
+def _measure_saves(bench: Bench, measured: MeasuredEngine) -> float:
+    steps, hosts = LayerSteps(measured.engine), HostTimes()
 
     def save() -> None:
-        steps.begin([], [Request(bed.new_prompt(), bed.source)])
-        for layer in range(bed.shape.num_layers):
+        steps.begin([], [Request(measured.new_prompt(), measured.source)])
+        for layer in range(measured.shape.num_layers):
             with timed(hosts.saves):
                 steps.save_kv_layer(layer)
         steps.wait_for_save()
 
-    bench.median_ms(save, before=bed.flush)
-    bed.flush()
-    return layer_host_ms(hosts.saves, bed.shape.num_layers)
+    bench.median_ms(save, before=measured.flush)
+    measured.flush()
+    return layer_host_ms(hosts.saves, measured.shape.num_layers)
 
 
 def _hooks(times: list[HostTime]) -> Iterator[str]:
@@ -125,20 +125,20 @@ def _measure_finding(bench: Bench) -> tuple[float, float, float]:
     hashed: list[float] = []
     lookups: list[float] = []
     tokens = np.arange(HASHED_TOKENS, dtype=np.int64)
-    with bench.bed(prompts=1) as bed:
-        steps, kept = LayerSteps(bed.engine), bed.new_prompt()
-        bed.keep(kept)
+    with bench.new_engine(prompts=1) as measured:
+        steps, kept = LayerSteps(measured.engine), measured.new_prompt()
+        measured.keep(kept)
         for _ in range(bench.repeats):
-            steps.begin([Request(bed.new_prompt(), bed.target)], [])
+            steps.begin([Request(measured.new_prompt(), measured.target)], [])
             steps.start_load_kv()
-            for layer in range(bed.shape.num_layers):
+            for layer in range(measured.shape.num_layers):
                 with timed(waits):
                     steps.wait_for_layer_load(layer)
             steps.wait_for_save()
             # Hashing gives other threads their turn after each chunk; here that would be the load's end.
-            bed.flush()
+            measured.flush()
             with timed(hashed):
-                chunk_keys(tokens, bed.shape.chunk_size, "bench")
+                chunk_keys(tokens, measured.shape.chunk_size, "bench")
             with timed(lookups):
-                bed.engine.lookup(kept)
+                measured.engine.lookup(kept)
     return median_host_ms(waits), HASHED_TOKENS / statistics.median(hashed), median_host_ms(lookups)

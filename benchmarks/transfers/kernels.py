@@ -10,7 +10,7 @@ import torch
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, MLA_LAYOUT, Bed
+from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, MLA_LAYOUT, MeasuredEngine
 from lwkv.benchmarks.measuring.shapes import mla_of
 from lwkv.benchmarks.measuring.timing import Work, gb_per_s, median_ratio
 from lwkv.kernels import Rows
@@ -54,21 +54,21 @@ def measure_kernels(bench: Bench) -> KernelSpeeds:
     ways = [] if bench.shape.use_mla else [(bench.shape, layout) for layout in LAYOUTS]
     speeds = []
     for shape, layout in [*ways, (mla, MLA_LAYOUT)]:
-        with bench.bed(shape=shape, layout=layout, prompts=1) as bed:
-            speeds.append(_measure_speed(bench, bed, layout))
-            name = bed.engine.connector.kernels.name
+        with bench.new_engine(shape=shape, layout=layout, prompts=1) as measured:
+            speeds.append(_measure_speed(bench, measured, layout))
+            name = measured.engine.connector.kernels.name
     return KernelSpeeds(bench.prefix, name, speeds)
 
 
-def _measure_speed(bench: Bench, bed: Bed, layout: str) -> KernelSpeed:
-    num_bytes = bed.shape.kv_bytes(bed.num_tokens)
-    copied, scattered, gathered = bench.alternate_ms(_works(bed))
+def _measure_speed(bench: Bench, measured: MeasuredEngine, layout: str) -> KernelSpeed:
+    num_bytes = measured.shape.kv_bytes(measured.num_tokens)
+    copied, scattered, gathered = bench.alternate_ms(_works(measured))
     copy, scatter, gather = (
         gb_per_s(num_bytes, statistics.median(times)) for times in (copied, scattered, gathered)
     )
     return KernelSpeed(
         layout=layout,
-        row_bytes=bed.engine.connector.layers[0].row_bytes,
+        row_bytes=measured.engine.connector.layers[0].row_bytes,
         copy_gb_s=copy,
         scatter_gb_s=scatter,
         gather_gb_s=gather,
@@ -77,12 +77,14 @@ def _measure_speed(bench: Bench, bed: Bed, layout: str) -> KernelSpeed:
     )
 
 
-def _works(bed: Bed) -> list[Work]:
-    layers, kernels = bed.engine.connector.layers, bed.engine.connector.kernels
-    staging = torch.zeros(bed.num_tokens * bed.shape.token_bytes, dtype=torch.uint8, device=bed.device)
-    rows = _rows(bed)
+def _works(measured: MeasuredEngine) -> list[Work]:
+    layers, kernels = measured.engine.connector.layers, measured.engine.connector.kernels
+    staging = torch.zeros(
+        measured.num_tokens * measured.shape.token_bytes, dtype=torch.uint8, device=measured.device
+    )
+    rows = _rows(measured)
     # As much memory as the layers have: a cache that holds one would flatter the copy.
-    others = torch.zeros(len(layers), len(staging), dtype=torch.uint8, device=bed.device)
+    others = torch.zeros(len(layers), len(staging), dtype=torch.uint8, device=measured.device)
 
     def copy() -> None:
         for other in others:
@@ -99,10 +101,10 @@ def _works(bed: Bed) -> list[Work]:
     return [copy, scatter, gather]
 
 
-def _rows(bed: Bed) -> Rows:
+def _rows(measured: MeasuredEngine) -> Rows:
     """The target slots' rows in staging: page after page, all K of a page before its V."""
-    size, parts = bed.shape.chunk_size, 1 if bed.shape.use_mla else 2
-    tokens = torch.arange(bed.num_tokens)
+    size, parts = measured.shape.chunk_size, 1 if measured.shape.use_mla else 2
+    tokens = torch.arange(measured.num_tokens)
     k_rows = tokens // size * parts * size + tokens % size
-    tables = (torch.from_numpy(bed.target), k_rows, k_rows + (parts - 1) * size)
-    return Rows(*(table.to(bed.device) for table in tables))
+    tables = (torch.from_numpy(measured.target), k_rows, k_rows + (parts - 1) * size)
+    return Rows(*(table.to(measured.device) for table in tables))

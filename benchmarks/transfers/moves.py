@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed, Slots
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.timing import gb_per_s
 
 
@@ -44,71 +44,71 @@ def measure_moves(bench: Bench) -> Moves:
     """Retrieve and store all layers of one prompt, alone and at once (each way's GB/s)."""
     num_bytes = bench.shape.kv_bytes(bench.prefix)
     ceilings = bench.ceilings
-    measured = []
-    with bench.bed() as bed:
+    moves = []
+    with bench.new_engine() as measured:
         for name, measure, ceiling in (
             ("load", _measure_load, ceilings.load_gb_s),
             ("save", _measure_save, ceilings.save_gb_s),
             ("both at once, each", _measure_both, ceilings.both_gb_s),
         ):
-            ms, exact = measure(bench, bed)
+            ms, exact = measure(bench, measured)
             speed = gb_per_s(num_bytes, ms)
-            measured.append(Move(name, speed, ceiling, speed / ceiling, exact))
-    return Moves(bench.prefix, num_bytes, measured)
+            moves.append(Move(name, speed, ceiling, speed / ceiling, exact))
+    return Moves(bench.prefix, num_bytes, moves)
 
 
-def _measure_load(bench: Bench, bed: Bed) -> tuple[float, bool]:
-    bed.fill()
-    kept = bed.new_prompt()
-    ms = bench.median_ms(lambda: bed.load(kept), before=lambda: bed.keep(kept))
-    return ms, bed.places_agree()
+def _measure_load(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
+    measured.fill()
+    kept = measured.new_prompt()
+    ms = bench.median_ms(lambda: measured.load(kept), before=lambda: measured.keep(kept))
+    return ms, measured.places_agree()
 
 
-def _measure_save(bench: Bench, bed: Bed) -> tuple[float, bool]:
-    bed.fill()
+def _measure_save(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
+    measured.fill()
     stored: list[Slots] = []
 
     def save() -> None:
         # New token ids each time: what is stored under a key stays as it was.
-        stored.append(bed.new_prompt())
-        bed.engine.store(stored[-1], slot_mapping=bed.source)
-        bed.flush()
+        stored.append(measured.new_prompt())
+        measured.engine.store(stored[-1], slot_mapping=measured.source)
+        measured.flush()
 
     ms = bench.median_ms(save)
-    return ms, _arrived(bed, stored[-1])
+    return ms, _arrived(measured, stored[-1])
 
 
-def _measure_both(bench: Bench, bed: Bed) -> tuple[float, bool]:
-    bed.fill()
-    kept, stored = bed.new_prompt(), [bed.new_prompt()]
+def _measure_both(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
+    measured.fill()
+    kept, stored = measured.new_prompt(), [measured.new_prompt()]
 
     def both() -> None:
-        stored[0] = bed.new_prompt()
-        for _ in _alternate(bed, kept, stored[0]):
+        stored[0] = measured.new_prompt()
+        for _ in _alternate(measured, kept, stored[0]):
             pass
-        bed.flush()
+        measured.flush()
 
-    ms = bench.median_ms(both, before=lambda: bed.keep(kept))
-    return ms, bed.places_agree() and _arrived(bed, stored[0])
+    ms = bench.median_ms(both, before=lambda: measured.keep(kept))
+    return ms, measured.places_agree() and _arrived(measured, stored[0])
 
 
-def _alternate(bed: Bed, kept: Slots, new: Slots) -> Iterator[None]:
+def _alternate(measured: MeasuredEngine, kept: Slots, new: Slots) -> Iterator[None]:
     """Load one prompt and store another, a layer of each in turn."""
-    loading = bed.engine.retrieve_layer(kept, slot_mapping=bed.target, sync=False)
-    storing = bed.engine.store_layer(new, slot_mapping=bed.source)
+    loading = measured.engine.retrieve_layer(kept, slot_mapping=measured.target, sync=False)
+    storing = measured.engine.store_layer(new, slot_mapping=measured.source)
     next(loading)
-    for _ in range(bed.shape.num_layers + 1):
+    for _ in range(measured.shape.num_layers + 1):
         next(loading)
         yield next(storing)
 
 
-def _arrived(bed: Bed, stored: Slots) -> bool:
+def _arrived(measured: MeasuredEngine, stored: Slots) -> bool:
     """Whether what was stored from the source slots comes back as it is."""
-    if bed.engine.lookup(stored) == 0:
+    if measured.engine.lookup(stored) == 0:
         return False
-    bed.clear_target()
-    bed.load(stored)
-    return bed.places_agree()
+    measured.clear_target()
+    measured.load(stored)
+    return measured.places_agree()
 
 
 def _table(moves: list[Move], absolute: bool) -> Iterator[str]:

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import Bed
+from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine
 from lwkv.platforms import CopyBatch
 
 OURS = f"{Path(__file__).parents[2]}/"
@@ -73,69 +73,69 @@ class Profiles(Findings):
 
 def measure_profile(bench: Bench) -> Profiles:
     """Move the run's prefix to the device and back, all layers at once."""
-    with bench.bed() as bed:
-        kept = bed.new_prompt()
+    with bench.new_engine() as measured:
+        kept = measured.new_prompt()
 
         def load() -> None:
-            bed.load(kept)
+            measured.load(kept)
 
         def save() -> None:
-            bed.engine.store(bed.new_prompt(), slot_mapping=bed.source)
+            measured.engine.store(measured.new_prompt(), slot_mapping=measured.source)
 
         found = [
-            _measure(bench, bed, "load", load, before=lambda: bed.keep(kept)),
-            _measure(bench, bed, "save", save, before=bed.flush),
+            _measure(bench, measured, "load", load, before=lambda: measured.keep(kept)),
+            _measure(bench, measured, "save", save, before=measured.flush),
         ]
     speeds = bench.ceilings.load_gb_s, bench.ceilings.save_gb_s
     num_bytes = bench.shape.kv_bytes(bench.prefix)
     return Profiles([num_bytes / speed / 1e6 for speed in speeds], found)
 
 
-def _measure(bench: Bench, bed: Bed, name: str, move: Move, before: Move) -> Profile:
+def _measure(bench: Bench, measured: MeasuredEngine, name: str, move: Move, before: Move) -> Profile:
     rounds = []
     for _ in range(bench.repeats + 1):
         before()
-        bed.platform.synchronize_device(bed.device)
-        rounds.append(_times(bed, name, move))
+        measured.platform.synchronize_device(measured.device)
+        rounds.append(_times(measured, name, move))
     start, copies, end = (statistics.median(times) for times in zip(*rounds[1:], strict=True))
     profiler = cProfile.Profile()
     for _ in range(bench.repeats):
         before()
-        with _at_first_page(bed, name, profiler.disable):
+        with _at_first_page(measured, name, profiler.disable):
             profiler.runcall(move)
     return Profile(name, start, copies, end, _functions(profiler))
 
 
-def _times(bed: Bed, name: str, move: Move) -> tuple[float, float, float]:
+def _times(measured: MeasuredEngine, name: str, move: Move) -> tuple[float, float, float]:
     marks = [time.perf_counter()]
 
     def mark() -> None:
         marks.append(time.perf_counter())
 
-    with _at_first_page(bed, name, mark):
+    with _at_first_page(measured, name, mark):
         move()
-    bed.platform.synchronize_device(bed.device)
+    measured.platform.synchronize_device(measured.device)
     mark()
-    bed.flush()
+    measured.flush()
     mark()
     start, copies, end = ((after - first) * 1e3 for first, after in pairwise(marks))
     return start, copies, end
 
 
 @contextmanager
-def _at_first_page(bed: Bed, name: str, note: Callable[[], object]) -> Iterator[None]:
+def _at_first_page(measured: MeasuredEngine, name: str, note: Callable[[], object]) -> Iterator[None]:
     """Call `note` once, when the platform is given the first batch that has pages in it."""
     method = f"{name}_batch"
-    queue = getattr(bed.platform, method)
+    queue = getattr(measured.platform, method)
     waiting = [note]
 
     def queue_and_note(buffer: Any, batch: CopyBatch, stream: Any) -> None:
         queue(buffer, batch, stream)
         # Tables go the same way, and are smaller than a page.
-        if waiting and batch.sizes.max(initial=0) >= bed.engine.connector.page_bytes:
+        if waiting and batch.sizes.max(initial=0) >= measured.engine.connector.page_bytes:
             waiting.pop()()
 
-    with patch.object(bed.platform, method, queue_and_note):
+    with patch.object(measured.platform, method, queue_and_note):
         yield
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lwkv.benchmarks.bench.findings import Findings, table
 from lwkv.benchmarks.bench.run import NUM_PARTS_OF_PREFIX, Bench
-from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, MLA_LAYOUT, Bed
+from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, MLA_LAYOUT, MeasuredEngine
 from lwkv.benchmarks.measuring.shapes import Shape, mla_of
 from lwkv.benchmarks.measuring.timing import gb_per_s
 from lwkv.engine import Request
@@ -63,49 +63,49 @@ def measure_sweep(bench: Bench) -> Sweep:
 
 def _measure_variant(bench: Bench, name: str, shape: Shape, layout: str = LAYOUTS[-1]) -> Variant:
     num_bytes = shape.kv_bytes(bench.prefix)
-    with bench.bed(shape=shape, layout=layout, prompts=2) as bed:
-        bed.fill()
-        kept = bed.new_prompt()
-        load_ms = bench.median_ms(lambda: bed.load(kept), before=lambda: bed.keep(kept))
-        exact = bed.places_agree()
-        save_ms = bench.median_ms(lambda: _save(bed))
+    with bench.new_engine(shape=shape, layout=layout, prompts=2) as measured:
+        measured.fill()
+        kept = measured.new_prompt()
+        load_ms = bench.median_ms(lambda: measured.load(kept), before=lambda: measured.keep(kept))
+        exact = measured.places_agree()
+        save_ms = bench.median_ms(lambda: _save(measured))
     load, save = gb_per_s(num_bytes, load_ms), gb_per_s(num_bytes, save_ms)
     ratios = load / bench.ceilings.load_gb_s, save / bench.ceilings.save_gb_s
     return Variant(name, num_bytes, load, ratios[0], save, ratios[1], exact)
 
 
-def _save(bed: Bed) -> None:
-    bed.engine.store(bed.new_prompt(), slot_mapping=bed.source)
-    bed.flush()
+def _save(measured: MeasuredEngine) -> None:
+    measured.engine.store(measured.new_prompt(), slot_mapping=measured.source)
+    measured.flush()
 
 
 def _measure_batches(bench: Bench) -> Iterator[Variant]:
     size = bench.prefix // NUM_PARTS_OF_PREFIX
-    with bench.bed(prompts=1) as bed:
-        bed.fill()
+    with bench.new_engine(prompts=1) as measured:
+        measured.fill()
         requests = [
-            Request(bed.new_prompt()[:size], bed.target[first : first + size])
+            Request(measured.new_prompt()[:size], measured.target[first : first + size])
             for first in range(0, bench.prefix, size)
         ]
-        sources = [bed.source[first : first + size] for first in range(0, bench.prefix, size)]
+        sources = [measured.source[first : first + size] for first in range(0, bench.prefix, size)]
         for request, source in zip(requests, sources, strict=True):
-            bed.engine.store(request.tokens, slot_mapping=source)
-        bed.flush()
+            measured.engine.store(request.tokens, slot_mapping=source)
+        measured.flush()
         for count in (1, 2, 4, 8):
-            yield _measure_batch(bench, bed, requests[:count])
+            yield _measure_batch(bench, measured, requests[:count])
 
 
-def _measure_batch(bench: Bench, bed: Bed, requests: list[Request]) -> Variant:
+def _measure_batch(bench: Bench, measured: MeasuredEngine, requests: list[Request]) -> Variant:
     num_tokens = sum(len(request.tokens) for request in requests)
-    num_bytes = bed.shape.kv_bytes(num_tokens)
+    num_bytes = measured.shape.kv_bytes(num_tokens)
 
     def load() -> None:
-        for _ in bed.engine.retrieve_batch(requests):
+        for _ in measured.engine.retrieve_batch(requests):
             pass
 
-    bed.clear_target()
+    measured.clear_target()
     speed = gb_per_s(num_bytes, bench.median_ms(load))
-    ratio, exact = speed / bench.ceilings.load_gb_s, bed.places_agree(num_tokens)
+    ratio, exact = speed / bench.ceilings.load_gb_s, measured.places_agree(num_tokens)
     name = f"batch of {len(requests)} x {len(requests[0].tokens)} tokens"
     return Variant(name, num_bytes, speed, ratio, None, None, exact)
 

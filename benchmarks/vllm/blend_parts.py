@@ -71,11 +71,11 @@ class Parts:
         worker = self._worker
         loads = worker._loads(order)
         with_counts = [load.num_tokens - load.request.first for load in loads]
-        layout = lay_out(_prompt(order, order.end), loads, with_counts)
+        reuse = lay_out(_prompt(order, order.end), loads, with_counts)
         _synchronize()
         begin = time.perf_counter()
         with worker._calling():
-            computed = worker._pass(order, layout).run(lambda _: None)
+            computed = worker._pass(order, reuse).run(lambda _: None)
         queued = time.perf_counter()
         _synchronize()
         return Computing(

@@ -14,13 +14,13 @@ from torch import Tensor
 from lwkv.blend.forward.forward_pass import BlendPass, no_hook
 from lwkv.blend.forward.head_start import HeadStart, head_start
 from lwkv.blend.forward.paged_rows import PagedRows
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.model import BlendModel
 from lwkv.blend.request import BlendRequest, CheckedBlend, Segment, check_blend, check_segments
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByChange, NoTokens, Selector, configured_selector, require_share
 from lwkv.blend.share.batch_shares import Shares, timed
-from lwkv.blend.share.controller import Decision, LoadingController, Reason, Work
+from lwkv.blend.share.controller import BatchWork, Decision, LoadingController, Reason
 from lwkv.blend.shared_prefix import SharedPrefix
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError, RequestError
@@ -144,9 +144,9 @@ class Blender:
                 f"one for each of {len(ids)} tokens and of the {len(prefix)} of the shared prefix"
             )
         prompt = self._checked(BlendRequest(np.concatenate([prefix, ids]), slots))
-        layout = Layout(prompt, 0, np.zeros(len(prompt), bool))
+        reuse = PromptReuse(prompt, 0, np.zeros(len(prompt), bool))
         with closing(self.segments.storing(ids, prompt.slots[len(prefix) :], salts)) as storing:
-            computation = BlendPass(self.model, self._rows, [layout], NoTokens(), 0.0)
+            computation = BlendPass(self.model, self._rows, [reuse], NoTokens(), 0.0)
             computation.run(no_hook, storing.advance)
             storing.commit()
 
@@ -214,24 +214,24 @@ class Blender:
         asked = [load for part in loads for load in part]
         with closing(self.segments.retrieval(asked, head and head.behind)) as retrieval:
             counts = iter(retrieval.hold())
-            layouts = [
+            reuses = [
                 lay_out(prompt, part, [next(counts) for _ in part])
                 for prompt, part in zip(prompts, loads, strict=True)
             ]
-            work = self._work(layouts)
+            work = self._work(reuses)
             decision = self._shares.choose(work) if work.reused else Decision(0.0, Reason.FIXED)
             # What is exact is loaded in any case, also behind something that is not there any more.
             if decision.reason is not Reason.PREFILL or all(load.is_exact for load in asked):
-                computation = BlendPass(self.model, self._rows, layouts, self.selector, decision.share, head)
-                blended, arrived = self._pass(computation, layouts, work, decision, retrieval)
+                computation = BlendPass(self.model, self._rows, reuses, self.selector, decision.share, head)
+                blended, arrived = self._pass(computation, reuses, work, decision, retrieval)
                 return blended, [load for load, ok in zip(asked, arrived, strict=True) if not ok]
         return self._try(prompts, [[load for load in part if load.is_exact] for part in loads], head)
 
     def _pass(
         self,
         computation: BlendPass,
-        layouts: Sequence[Layout],
-        work: Work,
+        reuses: Sequence[PromptReuse],
+        work: BatchWork,
         decision: Decision,
         retrieval: BatchRetrieval,
     ) -> tuple[list[Blended], list[bool]]:
@@ -248,22 +248,22 @@ class Blender:
         blended = [
             Blended(
                 logits,
-                layout.known,
-                len(layout.candidates),
+                reuse.known,
+                len(reuse.candidates),
                 chosen,
-                len(layout.always),
-                decision.share if layout.reused.any() else 0.0,
+                len(reuse.always),
+                decision.share if reuse.reused.any() else 0.0,
             )
-            for layout, logits, chosen in zip(layouts, computed.logits, computed.num_chosen, strict=True)
+            for reuse, logits, chosen in zip(reuses, computed.logits, computed.num_chosen, strict=True)
         ]
         return blended, arrived
 
-    def _work(self, layouts: Sequence[Layout]) -> Work:
-        reused = sum(len(layout.candidates) for layout in layouts)
-        return Work(
+    def _work(self, reuses: Sequence[PromptReuse]) -> BatchWork:
+        reused = sum(len(reuse.candidates) for reuse in reuses)
+        return BatchWork(
             reused=reused,
-            loaded=reused + sum(layout.known - layout.prompt.num_local for layout in layouts),
-            always=sum(len(layout.always) for layout in layouts),
+            loaded=reused + sum(reuse.known - reuse.prompt.num_local for reuse in reuses),
+            always=sum(len(reuse.always) for reuse in reuses),
             num_layers=self.model.num_layers,
             full_layers=self._full_layers,
         )

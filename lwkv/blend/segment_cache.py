@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.request import CheckedBlend, Segment
 from lwkv.blend.shared_prefix import SharedPrefix, shared_prefix_ids
 from lwkv.connectors.buffer import BufferConnector
@@ -172,7 +172,7 @@ def _part(
     return CheckedRequest(tokens, slots, num_local, prompt.salts, chunking.chunk_size, counts)
 
 
-def lay_out(prompt: CheckedBlend, loads: Sequence[SegmentLoad], counts: Sequence[int]) -> Layout:
+def lay_out(prompt: CheckedBlend, loads: Sequence[SegmentLoad], counts: Sequence[int]) -> PromptReuse:
     """What is known of a prompt whose `loads`, ascending, will bring so many tokens each."""
     known, reused, starts = prompt.num_local, np.zeros(len(prompt), bool), []
     for load, count in zip(loads, counts, strict=True):
@@ -182,4 +182,4 @@ def lay_out(prompt: CheckedBlend, loads: Sequence[SegmentLoad], counts: Sequence
         elif count:
             reused[first : first + count] = True
             starts.append(first)
-    return Layout(prompt, known, reused, tuple(starts))
+    return PromptReuse(prompt, known, reused, tuple(starts))

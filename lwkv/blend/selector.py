@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.errors import ConfigError
 from lwkv.platforms.protocol import Int64s
 
@@ -19,7 +19,7 @@ from lwkv.platforms.protocol import Int64s
 class AtStart(Protocol):
     """Chooses before the first layer, from where the tokens stand: all else is never computed."""
 
-    def choose(self, layout: Layout, budget: int) -> Int64s:
+    def choose(self, reuse: PromptReuse, budget: int) -> Int64s:
         """Positions of reused tokens, int64 (n,), all different; `budget` of them, unless it knows better."""
 
 
@@ -66,15 +66,15 @@ Selector: TypeAlias = "AtStart | ByChange | ByAttention"
 class AllTokens:
     """Everything is computed, as if nothing were cached."""
 
-    def choose(self, layout: Layout, budget: int) -> Int64s:
-        return layout.candidates
+    def choose(self, reuse: PromptReuse, budget: int) -> Int64s:
+        return reuse.candidates
 
 
 @dataclass(frozen=True)
 class NoTokens:
     """Nothing reused is computed: plain reuse, with keys moved to their positions."""
 
-    def choose(self, layout: Layout, budget: int) -> Int64s:
+    def choose(self, reuse: PromptReuse, budget: int) -> Int64s:
         return np.zeros(0, np.int64)
 
 
@@ -84,9 +84,9 @@ class RandomTokens:
 
     seed: int = 0
 
-    def choose(self, layout: Layout, budget: int) -> Int64s:
-        drawn = np.random.default_rng(self.seed).permutation(len(layout.candidates))[:budget]
-        return layout.candidates[drawn]
+    def choose(self, reuse: PromptReuse, budget: int) -> Int64s:
+        drawn = np.random.default_rng(self.seed).permutation(len(reuse.candidates))[:budget]
+        return reuse.candidates[drawn]
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class FirstTokens:
 
     count: int | None = None
 
-    def choose(self, layout: Layout, budget: int) -> Int64s:
-        starts = np.searchsorted(layout.candidates, np.array(layout.segment_starts, np.int64))
-        lengths = np.diff(np.append(starts, len(layout.candidates)))
-        within = np.arange(len(layout.candidates)) - np.repeat(starts, lengths)
+    def choose(self, reuse: PromptReuse, budget: int) -> Int64s:
+        starts = np.searchsorted(reuse.candidates, np.array(reuse.segment_starts, np.int64))
+        lengths = np.diff(np.append(starts, len(reuse.candidates)))
+        within = np.arange(len(reuse.candidates)) - np.repeat(starts, lengths)
         count = budget // max(len(starts), 1) if self.count is None else self.count
-        return layout.candidates[within < count]
+        return reuse.candidates[within < count]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Settings that are fine each and cannot work together."""
+"""CheckedSettings that are fine each and cannot work together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lwkv.config.values import CHECK_LAYERS, RECOMPUTE_RATIOS, ExtraConfig
 Conflict = tuple[tuple[str, ...], str]
 
 
-class Settings(Protocol):
+class CheckedSettings(Protocol):
     """What is looked at of a `Config`, whose module imports this one."""
 
     enable_blending: bool
@@ -43,7 +43,7 @@ class Settings(Protocol):
 
 
 def find_conflicts(
-    config: Settings, origins: Origins, unknown: Container[str] = (), more: Iterable[Conflict] = ()
+    config: CheckedSettings, origins: Origins, unknown: Container[str] = (), more: Iterable[Conflict] = ()
 ) -> list[str]:
     """Every contradiction, a line each: the keys, their values and where they came from.
 
@@ -58,13 +58,13 @@ def find_conflicts(
     ]
 
 
-def _told(config: Settings, key: str, origins: Origins) -> str:
+def _told(config: CheckedSettings, key: str, origins: Origins) -> str:
     field = key.split(".")[0]
     unnamed = "argument" if field in config.model_fields_set else "default"
     return f"{key}={shown(attrgetter(key)(config))} ({origins.get(field, unnamed)})"
 
 
-def _blending(config: Settings) -> Iterator[Conflict]:
+def _blending(config: CheckedSettings) -> Iterator[Conflict]:
     if not config.enable_blending:
         return
     if not config.use_layerwise:
@@ -95,7 +95,7 @@ def _ratios(layers: int, given: tuple[float, ...] | None) -> Iterator[Conflict]:
         yield ("blend_recompute_ratios",), advice
 
 
-def _staging(config: Settings) -> Iterator[Conflict]:
+def _staging(config: CheckedSettings) -> Iterator[Conflict]:
     if not config.use_gpu and config.extra_config.staging_bytes is not None:
         yield (
             ("use_gpu", "extra_config.staging_bytes"),
@@ -103,7 +103,7 @@ def _staging(config: Settings) -> Iterator[Conflict]:
         )
 
 
-def _tiers(config: Settings) -> Iterator[Conflict]:
+def _tiers(config: CheckedSettings) -> Iterator[Conflict]:
     if config.max_host_bytes == 0:
         advice = "pages are in host memory at least while they are moved; give it a GiB or more"
         yield ("local_cpu", "max_local_cpu_size"), advice

@@ -15,8 +15,8 @@ from lwkv.reference.cache import PagedCache
 from lwkv.reference.forward import LayerMark, forward, no_mark
 from lwkv.reference.hooks import KVSteps, NoCache, StepOutcome
 from lwkv.reference.model.llama import Model
-from lwkv.reference.request import Answer, Prompt, RequestState, block_slots
-from lwkv.reference.scheduler import Limits, Lookup, Scheduler, Work
+from lwkv.reference.request import Answer, Prompt, RunningRequest, block_slots
+from lwkv.reference.scheduler import Limits, Lookup, Scheduler, StepShare
 
 
 class ReferenceEngine:
@@ -75,7 +75,7 @@ class ReferenceEngine:
             raise RequestError(
                 f"prompt and answer take {length} tokens; the model's longest request is {longest}"
             )
-        self._scheduler.add(RequestState(self._num_submitted, prompt, list(prompt.tokens)))
+        self._scheduler.add(RunningRequest(self._num_submitted, prompt, list(prompt.tokens)))
         self._num_submitted += 1
         return self._num_submitted - 1
 
@@ -97,7 +97,7 @@ class ReferenceEngine:
                 finished[work.state.index] = work.state.answer()
         return finished
 
-    def _blend(self, states: Sequence[RequestState]) -> dict[int, Answer]:
+    def _blend(self, states: Sequence[RunningRequest]) -> dict[int, Answer]:
         """Compute whole prompts over segments from anywhere; their decoding goes on as any other's."""
         assert self._blender is not None
         requests = [
@@ -120,7 +120,7 @@ class ReferenceEngine:
                 finished[state.index] = state.answer()
         return finished
 
-    def _run(self, works: Sequence[Work]) -> tuple[Tensor, StepOutcome]:
+    def _run(self, works: Sequence[StepShare]) -> tuple[Tensor, StepOutcome]:
         parts = [
             Part(work.state.tokens[work.start : work.end], work.start, work.state.blocks) for work in works
         ]
@@ -133,7 +133,7 @@ class ReferenceEngine:
         logits = forward(self.model, self.cache, batch, self._steps, self._mark)
         return logits, self._steps.wait_for_save()
 
-    def _advance(self, work: Work, num_present: int, stored: bool, token: int) -> bool:
+    def _advance(self, work: StepShare, num_present: int, stored: bool, token: int) -> bool:
         """Take over a step's outcome for one request; True if it is finished."""
         state = work.state
         # After a failed load the step's KV and logits are wrong: the token is dropped, the rest redone.
@@ -141,7 +141,7 @@ class ReferenceEngine:
             return False
         return self._sample(state, token)
 
-    def _sample(self, state: RequestState, token: int) -> bool:
+    def _sample(self, state: RunningRequest, token: int) -> bool:
         """Take a sampled token; True if the request is finished."""
         state.add(token)
         if not state.is_finished:
@@ -167,7 +167,7 @@ class ReferenceEngine:
                 self.allocator.free(blocks)
 
 
-def _present(works: Sequence[Work], outcome: StepOutcome) -> list[int]:
+def _present(works: Sequence[StepShare], outcome: StepOutcome) -> list[int]:
     """Count for each request the tokens before the first one that failed to load."""
     loading = [work for work in works if work.load is not None]
     present = {work.state.index: work.start for work in works}
@@ -176,7 +176,7 @@ def _present(works: Sequence[Work], outcome: StepOutcome) -> list[int]:
     return list(present.values())
 
 
-def _first_missing(work: Work, loaded: Tensor) -> int:
+def _first_missing(work: StepShare, loaded: Tensor) -> int:
     assert work.load is not None
     wanted = work.load.mask & (work.load.slot_mapping >= 0)
     missing = (wanted & ~loaded).nonzero()

@@ -52,7 +52,7 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
+class RunningRequest:
     """A request on its way: `num_computed` tokens have KV in `blocks`, the cache got `num_offered`."""
 
     index: int

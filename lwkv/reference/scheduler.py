@@ -10,7 +10,7 @@ import torch
 
 from lwkv.errors import ConfigError, RequestError
 from lwkv.reference.blocks import BlockAllocator
-from lwkv.reference.request import Prompt, RequestState
+from lwkv.reference.request import Prompt, RunningRequest
 from lwkv.request import Request
 
 # How many tokens of a prompt's prefix the cache holds, given the tokens and the salts.
@@ -18,14 +18,14 @@ Lookup = Callable[[Sequence[int], Sequence[str]], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepShare:
     """One request's share of a step: it computes tokens `start` to `end`.
 
     `load` asks for KV up to `start`, of tokens that are not in the engine; `store` offers what the step
     completes. Either may be None.
     """
 
-    state: RequestState
+    state: RunningRequest
     start: int
     end: int
     load: Request | None
@@ -72,14 +72,14 @@ class Scheduler:
         self._limits = limits
         self._lookup = lookup
         self._blends = blends
-        self._waiting: deque[RequestState] = deque()
-        self._running: list[RequestState] = []
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def add(self, state: RequestState) -> None:
+    def add(self, state: RunningRequest) -> None:
         """Queue a request. Raises RequestError for one that could never run."""
         prompt = state.prompt
         if len(prompt.tokens) < 1 or prompt.max_new_tokens < 1:
@@ -99,7 +99,7 @@ class Scheduler:
             )
         self._waiting.append(state)
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[StepShare]:
         """Share out the next step; one token at least of every request in it is computed."""
         budget = self._limits.step_tokens
         works = []
@@ -114,7 +114,7 @@ class Scheduler:
             budget -= works[-1].end - works[-1].start
         return works
 
-    def start_blends(self) -> list[RequestState]:
+    def start_blends(self) -> list[RunningRequest]:
         """Start the requests at the head of the queue that are to be blended; all of each is computed."""
         states = []
         while self._can_start() and self._is_to_blend():
@@ -124,7 +124,7 @@ class Scheduler:
             states.append(state)
         return states
 
-    def complete(self, work: Work, num_present: int, stored: bool) -> bool:
+    def complete(self, work: StepShare, num_present: int, stored: bool) -> bool:
         """Note the end of a step; False if a load failed.
 
         `num_present` is the number of leading tokens whose KV was there; `stored` is about the step's stores.
@@ -142,7 +142,7 @@ class Scheduler:
         state.num_computed = work.end if num_present >= work.start else num_present
         return num_present >= work.start
 
-    def finish(self, state: RequestState) -> None:
+    def finish(self, state: RunningRequest) -> None:
         """Drop a request; its blocks are free again unless it keeps them."""
         self._running.remove(state)
         if not state.prompt.keep_blocks:
@@ -154,7 +154,7 @@ class Scheduler:
         prompt = self._waiting[0].prompt
         return self._num_blocks(prompt) - len(prompt.local_blocks) <= self._allocator.num_free
 
-    def _start(self, state: RequestState) -> int:
+    def _start(self, state: RunningRequest) -> int:
         """Give the request its blocks; returns how many of its tokens the cache holds."""
         self._take_blocks(state)
         prompt = state.prompt
@@ -163,14 +163,14 @@ class Scheduler:
     def _is_to_blend(self) -> bool:
         return self._blends and len(self._waiting[0].prompt.segments) > 0
 
-    def _take_blocks(self, state: RequestState) -> None:
+    def _take_blocks(self, state: RunningRequest) -> None:
         prompt = state.prompt
         missing = max(0, self._num_blocks(prompt) - len(prompt.local_blocks))
         state.blocks = [*prompt.local_blocks, *self._allocator.take(missing)]
         state.num_computed = prompt.num_local
         self._running.append(state)
 
-    def _work(self, state: RequestState, budget: int, hit: int) -> Work:
+    def _work(self, state: RunningRequest, budget: int, hit: int) -> StepShare:
         # A fully cached prompt leaves its last token to compute: its logits are what is sampled.
         start = max(state.num_computed, min(hit, len(state.tokens) - 1))
         end = min(len(state.tokens), start + budget)
@@ -178,9 +178,9 @@ class Scheduler:
         if start > state.num_computed:
             load = self._load(state, start, hit)
             state.num_offered = hit
-        return Work(state, start, end, load, self._store(state, end))
+        return StepShare(state, start, end, load, self._store(state, end))
 
-    def _load(self, state: RequestState, start: int, hit: int) -> Request:
+    def _load(self, state: RunningRequest, start: int, hit: int) -> Request:
         slots = state.slots(hit, self._block_size)
         slots[start:] = -1
         return Request(
@@ -190,7 +190,7 @@ class Scheduler:
             state.prompt.salts,
         )
 
-    def _store(self, state: RequestState, end: int) -> Request | None:
+    def _store(self, state: RunningRequest, end: int) -> Request | None:
         if state.is_blended:
             return None  # its KV is no ordinary prefill's
         limit = end if self._limits.store_decode else min(end, state.num_prompt)

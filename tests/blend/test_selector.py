@@ -10,30 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lwkv.blend import AllTokens, BlendRequest, Deviation, FirstTokens, NoTokens, QueryAttention, RandomTokens
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.request import check_blend
 from lwkv.blend.selector import configured_selector, top
 from lwkv.errors import ConfigError
 
 
-def layout(*segments: tuple[int, int], num_tokens: int = 20, known: int = 0) -> Layout:
+def reuse(*segments: tuple[int, int], num_tokens: int = 20, known: int = 0) -> PromptReuse:
     checked = check_blend(BlendRequest(list(range(num_tokens)), np.arange(num_tokens), segments), 100)
     reused = np.zeros(num_tokens, bool)
     for start, end in segments:
         reused[start:end] = True
-    return Layout(checked, known, reused, tuple(start for start, _ in segments))
+    return PromptReuse(checked, known, reused, tuple(start for start, _ in segments))
 
 
 def test_what_is_always_computed_is_what_is_neither_known_nor_reused() -> None:
-    found = layout((4, 7), (9, 12), num_tokens=14, known=2)
+    found = reuse((4, 7), (9, 12), num_tokens=14, known=2)
     assert found.always.tolist() == [2, 3, 7, 8, 12, 13]
     assert found.candidates.tolist() == [4, 5, 6, 9, 10, 11]
     assert found.question == 2
-    assert layout(num_tokens=5, known=1).question == 4
+    assert reuse(num_tokens=5, known=1).question == 4
 
 
 def test_all_and_none_and_the_first_of_each_segment() -> None:
-    found = layout((2, 7), (9, 11), (11, 15))
+    found = reuse((2, 7), (9, 11), (11, 15))
     assert AllTokens().choose(found, 0).tolist() == found.candidates.tolist()
     assert NoTokens().choose(found, 5).tolist() == []
     assert FirstTokens(3).choose(found, 0).tolist() == [2, 3, 4, 9, 10, 11, 12, 13]
@@ -41,7 +41,7 @@ def test_all_and_none_and_the_first_of_each_segment() -> None:
 
 
 def test_random_tokens_are_within_the_budget_and_the_same_for_the_same_seed() -> None:
-    found = layout((2, 18))
+    found = reuse((2, 18))
     one, again, other = (RandomTokens(seed).choose(found, 5).tolist() for seed in (1, 1, 2))
     assert len(set(one)) == 5
     assert set(one) <= set(found.candidates.tolist())

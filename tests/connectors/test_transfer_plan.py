@@ -28,7 +28,7 @@ def layer(head_size: int = HEAD_SIZE) -> PagedLayer:
     return PagedLayer("a", torch.float32, k, v)
 
 
-class Bed:
+class PlanSetup:
     """A pool with memory for PAGES pages in slabs of 8, and layers that are all alike."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Bed:
 
 
 @pytest.fixture(scope="module")
-def bed() -> Iterator[Bed]:
-    made = Bed()
+def setup() -> Iterator[PlanSetup]:
+    made = PlanSetup()
     yield made
     made.platform.close()
 
@@ -78,11 +78,13 @@ def arrays(batch: CopyBatch) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("chunks_per_slice", [1, 2, 3, 8])
-def test_full_chunks_are_cut_as_any_chunks_are(bed: Bed, num_chunks: int, chunks_per_slice: int) -> None:
-    plan = bed.plan(chunks_per_slice, full_chunks(num_chunks))
+def test_full_chunks_are_cut_as_any_chunks_are(
+    setup: PlanSetup, num_chunks: int, chunks_per_slice: int
+) -> None:
+    plan = setup.plan(chunks_per_slice, full_chunks(num_chunks))
     assert plan.num_slices == -(-num_chunks // chunks_per_slice)
-    any_chunks = plan._make_slices(page_shape(bed.layers[0], CHUNK))
-    assert bed.listed(plan.slices(bed.layers[0])) == bed.listed(any_chunks)
+    any_chunks = plan._make_slices(page_shape(setup.layers[0], CHUNK))
+    assert setup.listed(plan.slices(setup.layers[0])) == setup.listed(any_chunks)
 
 
 @given(
@@ -94,13 +96,13 @@ def test_full_chunks_are_cut_as_any_chunks_are(bed: Bed, num_chunks: int, chunks
     st.integers(1, 4),
 )
 def test_slices_have_every_moved_slot_once_and_in_order(
-    bed: Bed, drawn: tuple[list[int], list[bool]], chunks_per_slice: int
+    setup: PlanSetup, drawn: tuple[list[int], list[bool]], chunks_per_slice: int
 ) -> None:
     counts, moved = drawn
     slots = np.where(moved, np.arange(len(moved)), NO_SLOT)
-    slices = bed.plan(chunks_per_slice, Transfer(np.array(counts), slots)).slices(bed.layers[0])
+    slices = setup.plan(chunks_per_slice, Transfer(np.array(counts), slots)).slices(setup.layers[0])
     assert len(slices) == -(-len(counts) // chunks_per_slice)
-    found = [slot for _, _, (slots_, _, _) in bed.listed(slices) for slot in slots_]
+    found = [slot for _, _, (slots_, _, _) in setup.listed(slices) for slot in slots_]
     assert found == slots[slots != NO_SLOT].tolist()
     ends = [0, *(piece.last_row for piece in slices)]
     assert [piece.first_row for piece in slices] == ends[:-1]
@@ -108,15 +110,17 @@ def test_slices_have_every_moved_slot_once_and_in_order(
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 4))
 def test_copies_made_together_are_those_of_each_layer_alone(
-    bed: Bed, data: st.DataObject, num_chunks: int, chunks_per_slice: int
+    setup: PlanSetup, data: st.DataObject, num_chunks: int, chunks_per_slice: int
 ) -> None:
     """Whether all pages are known at the start, or those of a layer when it is copied."""
     first = data.draw(st.integers(0, PAGES - LAYERS * num_chunks))
     in_order = list(range(first, first + LAYERS * num_chunks))
     numbers = data.draw(st.just(in_order) | st.permutations(in_order))
     pages = np.array(numbers, np.int64).reshape(LAYERS, num_chunks)
-    together, alone = (bed.plan(chunks_per_slice, full_chunks(num_chunks), known) for known in (pages, None))
-    for index, paged in enumerate(bed.layers):
+    together, alone = (
+        setup.plan(chunks_per_slice, full_chunks(num_chunks), known) for known in (pages, None)
+    )
+    for index, paged in enumerate(setup.layers):
         for number in range(together.num_slices):
             one = range(index, index + 1)
             batches = [plan.copy(one, number, paged, pages[index]) for plan in (together, alone)]
@@ -124,14 +128,14 @@ def test_copies_made_together_are_those_of_each_layer_alone(
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 7))
-def test_layers_that_share_a_staging_buffer_fit_into_it(bed: Bed, num_chunks: int) -> None:
+def test_layers_that_share_a_staging_buffer_fit_into_it(setup: PlanSetup, num_chunks: int) -> None:
     pages = np.arange(LAYERS * num_chunks).reshape(LAYERS, num_chunks)
-    shared = bed.plan(4, full_chunks(num_chunks), pages)
+    shared = setup.plan(4, full_chunks(num_chunks), pages)
     assert shared.layers_per_buffer == max(1, 4 // num_chunks)
-    assert bed.plan(4, full_chunks(num_chunks)).layers_per_buffer == 1, "pages are not known yet"
+    assert setup.plan(4, full_chunks(num_chunks)).layers_per_buffer == 1, "pages are not known yet"
 
 
-def test_layers_that_are_not_alike_share_no_buffer(bed: Bed) -> None:
-    mixed = bed.plans(4, [bed.layers[0], layer(2 * HEAD_SIZE)])
+def test_layers_that_are_not_alike_share_no_buffer(setup: PlanSetup) -> None:
+    mixed = setup.plans(4, [setup.layers[0], layer(2 * HEAD_SIZE)])
     assert not mixed.slice_shape.may_share
     assert mixed.slice_shape.layers_per_buffer(1) == 1

@@ -14,10 +14,10 @@ from torch import Tensor
 from lwkv.blend.forward.attention import attention_paid
 from lwkv.blend.forward.head_start import HeadStart
 from lwkv.blend.forward.paged_rows import PagedRows
-from lwkv.blend.forward.rows import Layout, Rows
+from lwkv.blend.forward.rows import ComputedRows, PromptReuse
 from lwkv.blend.model import BlendModel
 from lwkv.blend.selector import AtStart, ByAttention, ByChange, Selector, top
-from lwkv.kernels import Rows as CacheRows
+from lwkv.kernels import Rows
 from lwkv.platforms.protocol import Int64s
 
 # The last tokens of a question ask; where it is longer, its beginning does not.
@@ -67,28 +67,28 @@ class BlendPass:
         self,
         model: BlendModel,
         cache: PagedRows,
-        layouts: Sequence[Layout],
+        reuses: Sequence[PromptReuse],
         selector: Selector,
         share: float,
         head: HeadStart | None = None,
     ) -> None:
-        self._model, self._cache, self._layouts = model, cache, layouts
+        self._model, self._cache, self._reuses = model, cache, reuses
         self._selector, self._share = selector, share
         self._device = model.device
-        self._num_positions = max(len(layout.prompt) for layout in layouts)
+        self._num_positions = max(len(reuse.prompt) for reuse in reuses)
         # Asked once: a protocol is slow to tell.
         self._checks = selector if isinstance(selector, ByChange) and share > 0 else None
         self._row_layers = 0
-        self._bounds = np.append(0, np.cumsum([len(layout.prompt) for layout in layouts])).tolist()
+        self._bounds = np.append(0, np.cumsum([len(reuse.prompt) for reuse in reuses])).tolist()
         self._head = head if self._computes_all() else None
         if self._head is None:
-            slots = np.concatenate([layout.prompt.slots for layout in layouts])
+            slots = np.concatenate([reuse.prompt.slots for reuse in reuses])
             self._all = cache.at(cache.send(slots))
             self._first = self._first_rows()
         else:
-            self._all, self._first = self._head.at, self._head.rows.marked(layouts)
+            self._all, self._first = self._head.at, self._head.rows.marked(reuses)
         asks = isinstance(selector, ByAttention) and share > 0
-        self._asking = self._rows([np.zeros(0, np.int64)] * len(layouts)) if asks else None
+        self._asking = self._rows([np.zeros(0, np.int64)] * len(reuses)) if asks else None
 
     @torch.no_grad()
     def run(self, wait: LayerHook, written: LayerHook = no_hook) -> Computed:
@@ -112,11 +112,11 @@ class BlendPass:
                 q, hidden = q[numbers], hidden[numbers]
                 at, angles = self._prepare(rows)
             hidden = self._finish(layer, rows, hidden, q, self._cache.read(layer, self._all))
-        counts = zip(rows.parts, self._layouts, strict=True)
-        chosen = [part.stop - part.start - len(layout.always) for part, layout in counts]
+        counts = zip(rows.parts, self._reuses, strict=True)
+        chosen = [part.stop - part.start - len(reuse.always) for part, reuse in counts]
         return Computed(self._model.logits(hidden[rows.last]), chosen, self._row_layers)
 
-    def _begin(self, rows: Rows) -> tuple[Tensor, CacheRows, Any, int]:
+    def _begin(self, rows: ComputedRows) -> tuple[Tensor, Rows, Any, int]:
         """The states of `rows`, where they are, their angles, and the layer to go on with."""
         head = self._head
         if head is None:
@@ -129,24 +129,23 @@ class BlendPass:
     def _computes_all(self) -> bool:
         """Whether the first layer is computed for every row of every prompt."""
         return all(
-            not layout.known and (self._checks is not None or not layout.reused.any())
-            for layout in self._layouts
+            not reuse.known and (self._checks is not None or not reuse.reused.any()) for reuse in self._reuses
         )
 
-    def _first_rows(self) -> Rows:
+    def _first_rows(self) -> ComputedRows:
         selector = self._selector
         if isinstance(selector, AtStart):
             return self._rows(
-                [selector.choose(layout, self._budget(layout, self._share)) for layout in self._layouts]
+                [selector.choose(reuse, self._budget(reuse, self._share)) for reuse in self._reuses]
             )
         if self._share == 0:
-            return self._rows([np.zeros(0, np.int64)] * len(self._layouts))
-        return self._rows([layout.candidates for layout in self._layouts])
+            return self._rows([np.zeros(0, np.int64)] * len(self._reuses))
+        return self._rows([reuse.candidates for reuse in self._reuses])
 
-    def _rows(self, chosen: Sequence[Int64s]) -> Rows:
-        return Rows.of(self._layouts, chosen, self._cache.send)
+    def _rows(self, chosen: Sequence[Int64s]) -> ComputedRows:
+        return ComputedRows.of(self._reuses, chosen, self._cache.send)
 
-    def _prepare(self, rows: Rows) -> tuple[CacheRows, Any]:
+    def _prepare(self, rows: ComputedRows) -> tuple[Rows, Any]:
         return self._cache.at(rows.slots), self._model.angles(rows.positions, self._num_positions)
 
     def _project(self, layer: int, hidden: Tensor, angles: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +154,9 @@ class BlendPass:
         self._wait(layer)
         return projected
 
-    def _finish(self, layer: int, rows: Rows, hidden: Tensor, q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def _finish(
+        self, layer: int, rows: ComputedRows, hidden: Tensor, q: Tensor, kv: tuple[Tensor, Tensor]
+    ) -> Tensor:
         k, v = kv
         shares = zip(rows.parts, pairwise(self._bounds), strict=True)
         attended = [
@@ -164,7 +165,7 @@ class BlendPass:
         self._row_layers += len(rows)
         return self._model.finish(layer, hidden, torch.cat(attended))
 
-    def _check(self, layer: int, rows: Rows, at: CacheRows, k: Tensor, v: Tensor) -> list[Tensor] | None:
+    def _check(self, layer: int, rows: ComputedRows, at: Rows, k: Tensor, v: Tensor) -> list[Tensor] | None:
         """At a check layer: the rows of each prompt that go on; else None."""
         selector = self._checks
         if selector is None or layer not in selector.layers:
@@ -173,33 +174,38 @@ class BlendPass:
         share = mine * self._share / last if last else self._share
         scores = selector.score(k, v, *self._cache.read(layer, at))
         return [
-            self._keep(layout, rows.always[part], scores[part], share, selector.threshold)
-            for layout, part in zip(self._layouts, rows.parts, strict=True)
+            self._keep(reuse, rows.always[part], scores[part], share, selector.threshold)
+            for reuse, part in zip(self._reuses, rows.parts, strict=True)
         ]
 
     def _keep(
-        self, layout: Layout, always: Tensor, scores: Tensor, share: float, threshold: float | None = None
+        self,
+        reuse: PromptReuse,
+        always: Tensor,
+        scores: Tensor,
+        share: float,
+        threshold: float | None = None,
     ) -> Tensor:
-        budget = self._budget(layout, share)
+        budget = self._budget(reuse, share)
         if threshold is not None:
             budget = min(budget, int(((scores >= threshold) & ~always).sum()))
-        return top(scores, always, min(len(layout.always) + budget, len(always)))
+        return top(scores, always, min(len(reuse.always) + budget, len(always)))
 
-    def _needed(self, asking: Rows, rows: Rows) -> Rows:
+    def _needed(self, asking: ComputedRows, rows: ComputedRows) -> ComputedRows:
         """Of `rows`, which have all reused tokens, those that the questions look at."""
         kept = [
-            self._keep(layout, rows.always[part], paid[rows.positions[part]], self._share)
-            for layout, part, paid in zip(self._layouts, rows.parts, self._ask(asking), strict=True)
+            self._keep(reuse, rows.always[part], paid[rows.positions[part]], self._share)
+            for reuse, part, paid in zip(self._reuses, rows.parts, self._ask(asking), strict=True)
         ]
         return rows.only(kept)[0]
 
-    def _ask(self, rows: Rows) -> list[Tensor]:
+    def _ask(self, rows: ComputedRows) -> list[Tensor]:
         """What the question of each prompt, in `rows`, pays to each of its tokens: float32 (tokens,)."""
         selector = self._selector
         assert isinstance(selector, ByAttention), "only these ask"
         hidden = self._model.embed(rows.tokens)
         at, angles = self._prepare(rows)
-        paid = [torch.zeros(len(layout.prompt), device=self._device) for layout in self._layouts]
+        paid = [torch.zeros(len(reuse.prompt), device=self._device) for reuse in self._reuses]
         for layer in range(selector.layer + 1):
             q, k, v = self._project(layer, hidden, angles)
             self._cache.write(layer, at, k, v)
@@ -210,14 +216,14 @@ class BlendPass:
                 hidden = self._finish(layer, rows, hidden, q, kv)
         return paid
 
-    def _paid(self, rows: Rows, q: Tensor, k: Tensor) -> list[Tensor]:
+    def _paid(self, rows: ComputedRows, q: Tensor, k: Tensor) -> list[Tensor]:
         found = []
-        for layout, end, (a, b) in zip(self._layouts, rows.bounds[1:], pairwise(self._bounds), strict=True):
-            asking = slice(end - min(layout.question, MOST_ASKING), end)
+        for reuse, end, (a, b) in zip(self._reuses, rows.bounds[1:], pairwise(self._bounds), strict=True):
+            asking = slice(end - min(reuse.question, MOST_ASKING), end)
             found.append(attention_paid(q[asking], k[a:b], rows.positions[asking]))
         return found
 
-    def _budget(self, layout: Layout, share: float) -> int:
+    def _budget(self, reuse: PromptReuse, share: float) -> int:
         """How many reused tokens may be computed: one at least, unless the share is 0."""
-        num = int(layout.reused.sum())
+        num = int(reuse.reused.sum())
         return min(num, max(round(num * min(share, 1.0)), 1 if share > 0 and num else 0))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lwkv.blend.forward.paged_rows import PagedRows
-from lwkv.blend.forward.rows import Layout, Rows
+from lwkv.blend.forward.rows import ComputedRows, PromptReuse
 from lwkv.blend.model import BlendModel
 from lwkv.blend.request import CheckedBlend
-from lwkv.kernels import Rows as CacheRows
+from lwkv.kernels import Rows
 from lwkv.platforms import Event
 
 
@@ -32,9 +32,9 @@ class HeadStart:
     """
 
     behind: Event
-    rows: Rows
+    rows: ComputedRows
     hidden: Tensor
-    at: CacheRows
+    at: Rows
     angles: Any
     k: Tensor
     v: Tensor
@@ -46,8 +46,8 @@ def head_start(
 ) -> HeadStart:
     """Queue it on the current stream."""
     none = np.zeros(0, np.int64)
-    layouts = [Layout(prompt, 0, np.zeros(len(prompt), bool)) for prompt in prompts]
-    rows = Rows.of(layouts, [none] * len(prompts), cache.send)
+    reuses = [PromptReuse(prompt, 0, np.zeros(len(prompt), bool)) for prompt in prompts]
+    rows = ComputedRows.of(reuses, [none] * len(prompts), cache.send)
     hidden = model.embed(rows.tokens)
     angles = model.angles(rows.positions, max(map(len, prompts)))
     q, k, v = model.project(0, hidden, angles)

@@ -15,7 +15,7 @@ from lwkv.platforms.protocol import Int64s
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PromptReuse:
     """What is known of one prompt's tokens before it is computed.
 
     Attributes:
@@ -60,7 +60,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ComputedRows:
     """Rows of a batch that are computed together, prompt after prompt, ascending in each.
 
     Attributes:
@@ -77,19 +77,19 @@ class Rows:
 
     @classmethod
     def of(
-        cls, layouts: Sequence[Layout], chosen: Sequence[Int64s], send: Callable[[Int64s], Tensor]
-    ) -> Rows:
+        cls, reuses: Sequence[PromptReuse], chosen: Sequence[Int64s], send: Callable[[Int64s], Tensor]
+    ) -> ComputedRows:
         """The rows that are always computed, and of each prompt the reused ones at positions `chosen`.
 
         Args:
             send: brings a table to the device.
         """
-        picked = [layout.with_always(extra) for layout, extra in zip(layouts, chosen, strict=True)]
-        pairs = list(zip(layouts, picked, strict=True))
+        picked = [reuse.with_always(extra) for reuse, extra in zip(reuses, chosen, strict=True)]
+        pairs = list(zip(reuses, picked, strict=True))
         numbers = np.concatenate(
             [
-                np.stack([layout.prompt.ids[at], at, layout.prompt.slots[at], ~layout.reused[at]])
-                for layout, at in pairs
+                np.stack([reuse.prompt.ids[at], at, reuse.prompt.slots[at], ~reuse.reused[at]])
+                for reuse, at in pairs
             ],
             axis=1,
         )
@@ -100,11 +100,11 @@ class Rows:
     def __len__(self) -> int:
         return self.bounds[-1]
 
-    def marked(self, layouts: Sequence[Layout]) -> Rows:
+    def marked(self, reuses: Sequence[PromptReuse]) -> ComputedRows:
         """The same, which are all rows of all prompts, with the reused ones not `always` computed."""
         always = torch.ones_like(self.always)
-        for layout, start in zip(layouts, self.bounds, strict=False):
-            for first, last in layout.runs:
+        for reuse, start in zip(reuses, self.bounds, strict=False):
+            for first, last in reuse.runs:
                 always[start + first : start + last] = False
         return replace(self, always=always)
 
@@ -118,11 +118,11 @@ class Rows:
         """Each prompt's last row."""
         return [end - 1 for end in self.bounds[1:]]
 
-    def only(self, kept: Sequence[Tensor]) -> tuple[Rows, Tensor]:
+    def only(self, kept: Sequence[Tensor]) -> tuple[ComputedRows, Tensor]:
         """The rows numbered `kept` of each prompt, int64, ascending in it; and their numbers among all."""
         numbers = torch.cat([rows + start for rows, start in zip(kept, self.bounds, strict=False)])
         bounds = np.append(0, np.cumsum([len(rows) for rows in kept])).tolist()
-        return Rows(
+        return ComputedRows(
             self.tokens[numbers],
             self.positions[numbers],
             self.slots[numbers],

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from lwkv.blend.forward.forward_pass import LayerHook
-from lwkv.blend.share.controller import Decision, LoadingController, Reason, Work
+from lwkv.blend.share.controller import BatchWork, Decision, LoadingController, Reason
 from lwkv.blend.share.pace import Pace
 from lwkv.platforms import Platform
 from lwkv.telemetry.counters import Counters
@@ -34,9 +34,9 @@ class Shares:
         self.controller = controller
         self.last = Decision(share, Reason.FIXED)
         self._platform, self._device, self._counters = platform, device, counters
-        self._pending: deque[tuple[Work, int, Pace]] = deque(maxlen=_MOST_PENDING)
+        self._pending: deque[tuple[BatchWork, int, Pace]] = deque(maxlen=_MOST_PENDING)
 
-    def choose(self, work: Work) -> Decision:
+    def choose(self, work: BatchWork) -> Decision:
         """Decide for a batch that has something to reuse."""
         if self.controller is not None:
             self._learn(self.controller)
@@ -48,7 +48,7 @@ class Shares:
         """What takes the time of one pass."""
         return Pace(self._platform, self._device)
 
-    def note(self, work: Work, row_layers: int, pace: Pace) -> None:
+    def note(self, work: BatchWork, row_layers: int, pace: Pace) -> None:
         """Remember a pass that has ended and loaded all, to learn of it once the device is through."""
         if self.controller is not None:
             self._pending.append((work, row_layers, pace))

@@ -27,7 +27,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BatchWork:
     """What a batch has to do: tokens that can be reused, tokens that are computed in any case, layers.
 
     In `full_layers` all tokens are computed, whatever the share. `loaded` are the tokens that come from the
@@ -75,7 +75,7 @@ class LoadingController:
         self.load_s: float | None = None
         self._most = 1.0
 
-    def decide(self, work: Work) -> Decision:
+    def decide(self, work: BatchWork) -> Decision:
         """Choose for a batch."""
         if self.compute_s is None or self.load_s is None or not work.reused:
             return Decision(self.minimum, Reason.UNMEASURED)
@@ -90,7 +90,7 @@ class LoadingController:
             return Decision(self.minimum, Reason.MINIMUM)
         return Decision(min(hidden, 1.0), Reason.HIDDEN)
 
-    def learn(self, work: Work, row_layers: int, pace: PaceFound) -> None:
+    def learn(self, work: BatchWork, row_layers: int, pace: PaceFound) -> None:
         """Take over what a pass that computed `row_layers` rows and loaded all of `work` took."""
         if pace.computed <= 0:
             return  # a clock too coarse for so short a pass

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lwkv.cli.demo.arguments import DTYPES, add_model_arguments, dtype_name
-from lwkv.cli.demo.findings import Findings, Setting, median_run, sum_up
+from lwkv.cli.demo.findings import DemoFindings, Setting, median_run, sum_up
 from lwkv.cli.demo.model_file import NamedModel, find_model, load_model
 from lwkv.cli.demo.play import CHUNK_SIZE, Results, make_prompts, play
 from lwkv.cli.demo.report import report_lines
@@ -61,7 +61,7 @@ def _run_restart(platform: Platform, path: Path, args: argparse.Namespace) -> in
     return 1 if found.faults else 0
 
 
-def _find(platform: Platform, path: Path, args: argparse.Namespace) -> Findings:
+def _find(platform: Platform, path: Path, args: argparse.Namespace) -> DemoFindings:
     dtype = dtype_name(platform, args)
     named = load_model(path, platform.current_device(), DTYPES[dtype])
     prompts = make_prompts(named.tokenizer)

@@ -59,7 +59,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class DemoFindings:
     """All that is reported.
 
     `num_stored`, `num_hit` and `num_retrieved` are tokens: stored by the cold run, found by the look-up, and
@@ -85,12 +85,12 @@ class Findings:
     files: list[str] = field(default_factory=list)
 
 
-def sum_up(setting: Setting, results: Results, tokenizer: Tokenizer) -> Findings:
+def sum_up(setting: Setting, results: Results, tokenizer: Tokenizer) -> DemoFindings:
     """Compare and add up."""
     warm = results.by_layers_answer
     plain = results.recomputed[1]
     answered = zip(QUESTIONS, (results.cold[0], warm), results.recomputed, strict=True)
-    return Findings(
+    return DemoFindings(
         setting,
         [_answer(question, run, wanted, tokenizer) for question, run, wanted in answered],
         num_stored=results.cold[0].num_stored * CHUNK_SIZE,

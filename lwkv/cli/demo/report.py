@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lwkv.cli.demo.findings import Findings, Timing
+from lwkv.cli.demo.findings import DemoFindings, Timing
 
 
-def report_lines(found: Findings) -> Iterator[str]:
+def report_lines(found: DemoFindings) -> Iterator[str]:
     """Write the findings for a reader, line by line."""
     yield from _setting(found)
     yield from _answers(found)
@@ -21,7 +21,7 @@ def report_lines(found: Findings) -> Iterator[str]:
         yield from (f"  - {fault}" for fault in found.faults)
 
 
-def _setting(found: Findings) -> Iterator[str]:
+def _setting(found: DemoFindings) -> Iterator[str]:
     on = found.setting
     yield f"Platform  {on.platform}: {on.why}"
     threads = f", compute threads: {on.threads}" if on.platform == "cpu" else ""
@@ -30,7 +30,7 @@ def _setting(found: Findings) -> Iterator[str]:
     yield ""
 
 
-def _answers(found: Findings) -> Iterator[str]:
+def _answers(found: DemoFindings) -> Iterator[str]:
     first, second = found.answers
     yield f"1  {first.question}"
     yield f"   {first.answer}"
@@ -45,7 +45,7 @@ def _answers(found: Findings) -> Iterator[str]:
     yield ""
 
 
-def _times(found: Findings) -> Iterator[str]:
+def _times(found: DemoFindings) -> Iterator[str]:
     yield "Time to first token, medians"
     yield _first_token("cold, stored meanwhile", found.cold)
     yield _first_token("warm, loaded in bulk", found.bulk)
@@ -57,7 +57,7 @@ def _times(found: Findings) -> Iterator[str]:
     yield ""
 
 
-def _checks(found: Findings) -> Iterator[str]:
+def _checks(found: DemoFindings) -> Iterator[str]:
     yield "Checks"
     for number, answer in enumerate(found.answers, 1):
         same = answer.tokens == answer.recomputed_tokens
@@ -68,7 +68,7 @@ def _checks(found: Findings) -> Iterator[str]:
     yield ""
 
 
-def _drift(found: Findings) -> str:
+def _drift(found: DemoFindings) -> str:
     lead = f"the best token was ahead of the next one by {found.closest_choice:.2g} at least"
     if found.logit_drift is None:
         return f"are not numbers; {lead}"
@@ -77,7 +77,7 @@ def _drift(found: Findings) -> str:
     return f"differ by up to {found.logit_drift:.2g} from those of full recompute; {lead}"
 
 
-def _spoiled(found: Findings) -> str:
+def _spoiled(found: DemoFindings) -> str:
     if found.spoiled_drift is None:
         return "the logits are not numbers"
     text = (

@@ -25,7 +25,7 @@ MOST_LENGTHS = 128
 """Hits that a lookup gives to several ranks: where these differ, 1/128 of a prompt or less is computed."""
 
 
-class Transfer(Protocol):
+class PoolTransfer(Protocol):
     """SGLang's PoolTransfer, of the one pool there is.
 
     Attributes:
@@ -71,7 +71,7 @@ class CacheLink:
         self._offloads = Offloads(engine, Order(streams))
         self.layer_counter = LayerCounter(self._loads, num_layers)
 
-    def lookup(self, rid: str, transfers: Sequence[Transfer]) -> list[int]:
+    def lookup(self, rid: str, transfers: Sequence[PoolTransfer]) -> list[int]:
         """The numbers of leading pages that can be loaded; they are pinned for request `rid`.
 
         SGLang takes the largest that all ranks give, and takes time for each of them. So a single rank gives
@@ -89,7 +89,7 @@ class CacheLink:
             promise.asked_below = self._bring_up.ask(self.namespace, hashes, length)
         return self._lengths(length, len(hashes))
 
-    def load(self, rid: str, transfers: Sequence[Transfer]) -> bool:
+    def load(self, rid: str, transfers: Sequence[PoolTransfer]) -> bool:
         """Queue a load of promised pages; False, to have them computed, where the promise has ended."""
         hashes, slots = _contents(transfers[0])
         promise = self._promises.take(rid, hashes)
@@ -108,7 +108,7 @@ class CacheLink:
     def cancel_queued_load(self, rid: str) -> bool:
         return self._loads.cancel(rid)
 
-    def offload(self, transfers: Sequence[Transfer]) -> bool:
+    def offload(self, transfers: Sequence[PoolTransfer]) -> bool:
         """Queue pages to be kept; False where there are none."""
         if not transfers:
             return False
@@ -158,7 +158,7 @@ class CacheLink:
         return [*range(step, length, step), length] if length else []
 
 
-def _contents(transfer: Transfer) -> tuple[list[str], torch.Tensor]:
+def _contents(transfer: PoolTransfer) -> tuple[list[str], torch.Tensor]:
     assert transfer.keys
     assert transfer.device_indices is not None
     return transfer.keys, transfer.device_indices

@@ -230,7 +230,7 @@ def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) 
         window=window_of(group),
         events=KVEventLog(config.chunk_size) if _announces(vllm_config) else None,
         most_decoded=1 + _most_drafts(vllm_config),
-        weighs=settings.load_when == "cheaper",
+        compares_costs=settings.load_when == "cheaper",
         prefetches=settings.prefetch_waiting and bool(tier_urls(config)),
         make_blending=partial(make_planner, settings, vllm_config, group)
         if settings.enable_blending

@@ -12,7 +12,7 @@ from lwkv.benchmarks.bench.findings import Absent
 from lwkv.benchmarks.bench.parts import PARTS, PEERS, choose_parts
 from lwkv.benchmarks.bench.result import Result
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, Bed
+from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, MeasuredEngine
 from lwkv.benchmarks.prefills.overlap import measure_overlaps
 from lwkv.benchmarks.prefills.recorded import record_prefill
 from lwkv.benchmarks.throttled.part import LOADS_PER_COMPUTE, measure_throttled
@@ -146,13 +146,13 @@ def test_a_prompt_that_had_to_go_is_stored_again_before_it_is_timed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    load = Bed.load
+    load = MeasuredEngine.load
 
-    def checked(bed: Bed, tokens: Any) -> None:
-        seen.append(bed.engine.lookup(tokens))
-        load(bed, tokens)
+    def checked(measured: MeasuredEngine, tokens: Any) -> None:
+        seen.append(measured.engine.lookup(tokens))
+        load(measured, tokens)
 
-    monkeypatch.setattr(Bed, "load", checked)
+    monkeypatch.setattr(MeasuredEngine, "load", checked)
     measure_moves(replace(bench, repeats=5))
     assert set(seen) == {bench.prefix}
 

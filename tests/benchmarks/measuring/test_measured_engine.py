@@ -7,62 +7,62 @@ import pytest
 import torch
 
 from lwkv.benchmarks.bench.run import Bench
-from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, Bed
+from lwkv.benchmarks.measuring.measured_engine import LAYOUTS, MeasuredEngine
 
 
 @pytest.fixture(params=LAYOUTS)
-def bed(request: pytest.FixtureRequest, bench: Bench) -> Iterator[Bed]:
-    with bench.bed(24, layout=request.param, prompts=2) as bed:
-        bed.fill()
-        yield bed
+def measured(request: pytest.FixtureRequest, bench: Bench) -> Iterator[MeasuredEngine]:
+    with bench.new_engine(24, layout=request.param, prompts=2) as measured:
+        measured.fill()
+        yield measured
 
 
-def test_the_two_places_share_no_slot(bed: Bed) -> None:
-    assert len(np.unique(np.concatenate([bed.source, bed.target]))) == 2 * bed.num_tokens
+def test_the_two_places_share_no_slot(measured: MeasuredEngine) -> None:
+    assert len(np.unique(np.concatenate([measured.source, measured.target]))) == 2 * measured.num_tokens
 
 
-def test_prompts_share_no_token(bed: Bed) -> None:
-    first, second = bed.new_prompt(), bed.new_prompt()
+def test_prompts_share_no_token(measured: MeasuredEngine) -> None:
+    first, second = measured.new_prompt(), measured.new_prompt()
     assert not set(first.tolist()) & set(second.tolist())
 
 
-def test_places_agree_only_after_a_load(bed: Bed) -> None:
-    kept = bed.new_prompt()
-    bed.keep(kept)
-    assert not bed.places_agree()
-    bed.load(kept)
-    assert bed.places_agree()
-    bed.clear_target()
-    assert not bed.places_agree()
+def test_places_agree_only_after_a_load(measured: MeasuredEngine) -> None:
+    kept = measured.new_prompt()
+    measured.keep(kept)
+    assert not measured.places_agree()
+    measured.load(kept)
+    assert measured.places_agree()
+    measured.clear_target()
+    assert not measured.places_agree()
 
 
-def test_one_wrong_byte_is_enough_to_disagree(bed: Bed) -> None:
-    kept = bed.new_prompt()
-    bed.keep(kept)
-    bed.load(kept)
-    last = torch.tensor(bed.target[-1])
-    bed.engine.connector.layers[-1].k[last // 4, last % 4, -1, -1] += 1
-    assert not bed.places_agree()
-    assert bed.places_agree(16)
+def test_one_wrong_byte_is_enough_to_disagree(measured: MeasuredEngine) -> None:
+    kept = measured.new_prompt()
+    measured.keep(kept)
+    measured.load(kept)
+    last = torch.tensor(measured.target[-1])
+    measured.engine.connector.layers[-1].k[last // 4, last % 4, -1, -1] += 1
+    assert not measured.places_agree()
+    assert measured.places_agree(16)
 
 
-def test_a_prompt_that_made_room_for_others_is_kept_again(bed: Bed) -> None:
-    kept = bed.new_prompt()
-    for prompt in (kept, bed.new_prompt(), bed.new_prompt()):
-        bed.keep(prompt)
-    assert bed.engine.lookup(kept) < len(kept)
-    bed.keep(kept)
-    assert bed.engine.lookup(kept) == len(kept)
+def test_a_prompt_that_made_room_for_others_is_kept_again(measured: MeasuredEngine) -> None:
+    kept = measured.new_prompt()
+    for prompt in (kept, measured.new_prompt(), measured.new_prompt()):
+        measured.keep(prompt)
+    assert measured.engine.lookup(kept) < len(kept)
+    measured.keep(kept)
+    assert measured.engine.lookup(kept) == len(kept)
 
 
-def test_no_page_is_added_after_the_start(bed: Bed) -> None:
-    before = bed.engine.stats()["pages"]
+def test_no_page_is_added_after_the_start(measured: MeasuredEngine) -> None:
+    before = measured.engine.stats()["pages"]
     for _ in range(3):
-        bed.keep(bed.new_prompt())
-    assert bed.engine.stats()["pages"] == before
+        measured.keep(measured.new_prompt())
+    assert measured.engine.stats()["pages"] == before
 
 
-def test_what_cannot_be_kept_is_reported(bed: Bed) -> None:
-    bed.engine.freeze()
+def test_what_cannot_be_kept_is_reported(measured: MeasuredEngine) -> None:
+    measured.engine.freeze()
     with pytest.raises(RuntimeError, match="24 tokens are not cached"):
-        bed.keep(bed.new_prompt())
+        measured.keep(measured.new_prompt())

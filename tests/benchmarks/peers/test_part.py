@@ -109,11 +109,11 @@ def test_a_peer_that_keeps_nothing_is_reported(
     import_lmcache()
     monkeypatch.setattr(sys.modules["lmcache.v1.cache_engine"].Engine, "_store", lambda *a, **k: None)
     with (
-        bench.bed(layout="vllm_2bnhd", prompts=1) as bed,
-        LMCachePeer(bed, True, 2) as peer,
+        bench.new_engine(layout="vllm_2bnhd", prompts=1) as measured,
+        LMCachePeer(measured, True, 2) as peer,
         pytest.raises(RuntimeError, match="LMCache has 0 of 64 tokens"),
     ):
-        peer.keep(bed.new_prompt())
+        peer.keep(measured.new_prompt())
 
 
 def test_the_garbage_collector_is_as_before(bench: Bench, lmcache: None) -> None:

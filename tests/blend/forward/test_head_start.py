@@ -15,7 +15,7 @@ from oracle import MemoryTier
 from torch import Tensor
 
 from lwkv.blend import Blender, BlendRequest, Deviation, FirstTokens, QueryAttention
-from lwkv.blend.forward.rows import Layout, Rows
+from lwkv.blend.forward.rows import ComputedRows, PromptReuse
 from lwkv.blend.request import check_blend
 from lwkv.keys import LayerKey
 from lwkv.reference import ModelShape
@@ -139,13 +139,13 @@ def test_a_pass_that_is_begun_again_computes_it_again(
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=3))
 def test_rows_are_marked_on_the_device_as_they_would_be_made(reused: list[list[bool]]) -> None:
-    layouts, bare = [], []
+    reuses, bare = [], []
     for flags in reused:
         checked = check_blend(BlendRequest(list(range(len(flags))), np.arange(len(flags))), 100)
-        layouts.append(Layout(checked, 0, np.array(flags)))
-        bare.append(Layout(checked, 0, np.zeros(len(flags), bool)))
-    wanted = Rows.of(layouts, [layout.candidates for layout in layouts], torch.from_numpy)
-    marked = Rows.of(bare, [np.zeros(0, np.int64)] * len(bare), torch.from_numpy).marked(layouts)
+        reuses.append(PromptReuse(checked, 0, np.array(flags)))
+        bare.append(PromptReuse(checked, 0, np.zeros(len(flags), bool)))
+    wanted = ComputedRows.of(reuses, [reuse.candidates for reuse in reuses], torch.from_numpy)
+    marked = ComputedRows.of(bare, [np.zeros(0, np.int64)] * len(bare), torch.from_numpy).marked(reuses)
     assert marked.bounds == wanted.bounds
     for name in ("tokens", "positions", "slots", "always"):
         assert torch.equal(getattr(marked, name), getattr(wanted, name))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from blend.conftest import Bench, prompt
 
-from lwkv.blend.share.controller import LoadingController, Reason, Work
+from lwkv.blend.share.controller import BatchWork, LoadingController, Reason
 from lwkv.blend.share.pace import Pace, PaceFound
 from lwkv.platforms import Platform
 
-WORK = Work(reused=1000, loaded=1000, always=50, num_layers=32, full_layers=1)
+WORK = BatchWork(reused=1000, loaded=1000, always=50, num_layers=32, full_layers=1)
 
 
 def measured(compute: float, load: float, minimum: float = 0.15) -> LoadingController:
@@ -124,7 +124,7 @@ def test_what_the_first_layer_is_waited_for_does_not_count_as_held_up() -> None:
 
 def test_a_pass_without_loads_tells_the_speed_of_computing_alone() -> None:
     controller = LoadingController(0.15)
-    controller.learn(Work(0, 0, 100, 32, 1), 3200, PaceFound(6.4, 0.0, 0.0))
+    controller.learn(BatchWork(0, 0, 100, 32, 1), 3200, PaceFound(6.4, 0.0, 0.0))
     assert (controller.compute_s, controller.load_s) == (pytest.approx(2e-3), None)
 
 

@@ -20,7 +20,7 @@ from lwkv.integrations.sglang.link import CacheLink
 
 
 @dataclass
-class Transfer:
+class PoolTransfer:
     """As SGLang's PoolTransfer."""
 
     keys: list[str] | None = None
@@ -101,7 +101,7 @@ class FakeSGLang:
         usable = prompt.hashes[: (len(prompt.tokens) - 1) // self.page]
         prompt.from_device = next((i for i, key in enumerate(usable) if key not in self.tree), len(usable))
         tail = usable[prompt.from_device :]
-        lengths = self.link.lookup(prompt.rid, [Transfer(tail)]) if tail else []
+        lengths = self.link.lookup(prompt.rid, [PoolTransfer(tail)]) if tail else []
         assert lengths == sorted(set(lengths))
         assert not lengths or 0 < lengths[0] <= lengths[-1] <= len(tail)
         # Other ranks may answer less.
@@ -115,7 +115,7 @@ class FakeSGLang:
         if prompt.from_host:
             promised = prompt.hashes[prompt.from_device : prompt.from_device + prompt.from_host]
             pages = self.take(prompt.from_host)
-            if self.link.load(prompt.rid, [Transfer(promised, self._slots(pages))]):
+            if self.link.load(prompt.rid, [PoolTransfer(promised, self._slots(pages))]):
                 prompt.pages += pages
             else:
                 self.free += pages
@@ -200,7 +200,7 @@ class FakeSGLang:
         self._touch(prompt.hashes)
         if new:
             indices = self._slots([self.tree[key] for key in new])
-            if self.link.offload([Transfer(new, indices)]):
+            if self.link.offload([PoolTransfer(new, indices)]):
                 self.pending.append(new)
 
     def _abort(self, prompt: Prompt) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.sglang.fake_sglang import Transfer, hashes_of
+from integrations.sglang.fake_sglang import PoolTransfer, hashes_of
 from oracle import Dims, Oracle
 from properties.test_host_work import ROOT, calls_within
 
@@ -44,7 +44,7 @@ class Batches:
             self.load()
 
     def store(self) -> None:
-        assert self.link.offload([Transfer(self.hashes, self.stored)])
+        assert self.link.offload([PoolTransfer(self.hashes, self.stored)])
         self.link.num_completed_offloads()
 
     def take_stored(self) -> None:
@@ -55,8 +55,8 @@ class Batches:
     def load(self) -> None:
         self.count += 1
         rid = str(self.count)
-        assert max(self.link.lookup(rid, [Transfer(self.hashes)])) == len(self.hashes)
-        assert self.link.load(rid, [Transfer(self.hashes, self.loaded)])
+        assert max(self.link.lookup(rid, [PoolTransfer(self.hashes)])) == len(self.hashes)
+        assert self.link.load(rid, [PoolTransfer(self.hashes, self.loaded)])
         index = self.link.start_layer_wise_loading()
         self.link.layer_counter.set_consumer(index)
         for layer in range(LAYERS):
@@ -149,7 +149,7 @@ def test_a_store_waits_once_for_the_model() -> None:
     hashes = hashes_of(range(1000, 1000 + len(batches.stored)), PAGE)
 
     def store() -> None:
-        assert batches.link.offload([Transfer(hashes, batches.stored)])
+        assert batches.link.offload([PoolTransfer(hashes, batches.stored)])
         batches.link.num_completed_offloads()
 
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.sglang.fake_sglang import FakeSGLang, Transfer, hashes_of
+from integrations.sglang.fake_sglang import FakeSGLang, PoolTransfer, hashes_of
 from oracle import MemoryTier, held_completions, require_rest
 
 from lwkv.integrations.sglang.link import MOST_LENGTHS
@@ -416,7 +416,7 @@ def test_a_prompt_that_is_given_away_in_parts_is_evicted_from_its_end(make: Make
     prompt.pages = sglang.take(6)
     sglang.oracle.compute(A, sglang._slots(prompt.pages).tolist()[: len(A)])
     for part in (slice(0, 2), slice(2, 5)):
-        sglang.link.offload([Transfer(prompt.hashes[part], sglang._slots(prompt.pages[part]))])
+        sglang.link.offload([PoolTransfer(prompt.hashes[part], sglang._slots(prompt.pages[part]))])
         sglang.pending.append(prompt.hashes[part])
         sglang.tick()
     host = sglang.engine.parts().storage.host
@@ -478,7 +478,7 @@ class TestLowerTiers:
 
 
 def test_a_lookup_of_nothing_is_answered(make: Make) -> None:
-    assert make().link.lookup("r", [Transfer([])]) == []
+    assert make().link.lookup("r", [PoolTransfer([])]) == []
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from lwkv.engine import CacheEngine
 from lwkv.integrations.vllm.orders import StepOrders
 from lwkv.integrations.vllm.reports import RankInfo, StepReports
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
-from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import LowerTier, LowerTiers
+from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import TierLookup, TierLookups
 from lwkv.integrations.vllm.scheduler.side import Role, SchedulerSide
 from lwkv.integrations.vllm.worker.side import WorkerSide
 from lwkv.metadata import CacheMetadata
@@ -57,9 +57,9 @@ def expected(tokens: Sequence[int], num_ranks: int) -> int:
     return below[-1] % VOCABULARY
 
 
-def _lookups(tiers: Sequence[Tier], _: RankInfo) -> LowerTiers:
+def _lookups(tiers: Sequence[Tier], _: RankInfo) -> TierLookups:
     """The tiers as the scheduler sees them."""
-    return LowerTiers([LowerTier(tier, Counters()) for tier in tiers])
+    return TierLookups([TierLookup(tier, Counters()) for tier in tiers])
 
 
 @dataclass(eq=False)
@@ -221,7 +221,7 @@ class Scripted:
         loads: False for an engine that only stores.
         whole_graphs: a step in which every request gets one token calls no hooks around layers, and says so.
         prefetches: whether requests wait for what is in lower tiers.
-        weighs: whether only what comes sooner than it is computed is loaded.
+        compares_costs: whether only what comes sooner than it is computed is loaded.
         silent: how likely a step calls no hooks and does not say so.
     """
 
@@ -242,7 +242,7 @@ class Scripted:
         whole_graphs: bool = False,
         silent: float = 0.0,
         prefetches: bool = True,
-        weighs: bool = True,
+        compares_costs: bool = True,
         **settings: Any,
     ) -> None:
         self.whole_graphs = whole_graphs
@@ -259,7 +259,7 @@ class Scripted:
         index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, below)
         role = Role(loads, True)
         self.scheduler = SchedulerSide(
-            config, role, index, BLOCK, num_ranks, prefetches=prefetches, weighs=weighs
+            config, role, index, BLOCK, num_ranks, prefetches=prefetches, compares_costs=compares_costs
         )
         for rank in self.ranks:
             index.introduce(rank.worker.info)

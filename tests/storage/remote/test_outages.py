@@ -63,7 +63,7 @@ STORES = {
 
 
 @dataclass
-class Bed:
+class OutageSetup:
     """An engine that keeps nothing in host memory, over a store; every load is checked to the byte."""
 
     oracle: Oracle
@@ -113,43 +113,43 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def bed(store: Store, platform: Platform, device: torch.device) -> Iterator[Bed]:
+def setup(store: Store, platform: Platform, device: torch.device) -> Iterator[OutageSetup]:
     oracle = Oracle(platform, device, dims=Dims(blocks=32))
     engine = oracle.engine(
         CHUNK, remote_url=store.url, local_cpu=False, load_timeout_s=2.0, prefetch_layers=0
     )
-    yield Bed(oracle, engine)
+    yield OutageSetup(oracle, engine)
     engine.close(LONG_S)
     assert engine.stats()["page_references"] == 0
 
 
 @pytest.mark.parametrize(("harm", "heal"), [(Server.kill, Server.start), (Server.freeze, Server.thaw)])
 def test_a_server_that_fails_in_the_middle_of_a_load_costs_only_what_it_had(
-    store: Store, bed: Bed, harm: Callable[[Server], None], heal: Callable[[Server], None]
+    store: Store, setup: OutageSetup, harm: Callable[[Server], None], heal: Callable[[Server], None]
 ) -> None:
     def go_through_it() -> None:
-        known = [bed.kept() for _ in range(3)]
-        bed.load(known[0], meanwhile=partial(harm, store.victim))
+        known = [setup.kept() for _ in range(3)]
+        setup.load(known[0], meanwhile=partial(harm, store.victim))
         for tokens in known:
-            bed.load(tokens)
-        bed.store(flush_s=0)
+            setup.load(tokens)
+        setup.store(flush_s=0)
         heal(store.victim)
-        wait_until(bed.serves, "the tier to serve again", LONG_S)
+        wait_until(setup.serves, "the tier to serve again", LONG_S)
         for tokens in known:
-            bed.load(tokens)
+            setup.load(tokens)
 
     # On a thread of its own, so that a call that hangs fails this test and does not end all.
     Workers("test", 1).submit(go_through_it).result(2 * LONG_S)
 
 
-def test_closing_does_not_wait_for_a_server_that_hangs(store: Store, bed: Bed) -> None:
-    known = bed.kept()
+def test_closing_does_not_wait_for_a_server_that_hangs(store: Store, setup: OutageSetup) -> None:
+    known = setup.kept()
     store.victim.freeze()
     try:
-        bed.store(flush_s=0)
-        closed = Workers("test", 1).submit(partial(bed.engine.close, 0.1))
+        setup.store(flush_s=0)
+        closed = Workers("test", 1).submit(partial(setup.engine.close, 0.1))
         closed.result(LONG_S)
         with pytest.raises(ClosedError):
-            bed.load(known)
+            setup.load(known)
     finally:
         store.victim.thaw()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lwkv.blend.forward.paged_rows import PagedRows
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.selector import AtStart, ByAttention, ByChange, Selector, top
 from lwkv.integrations.vllm.blending.calls import Call, Layers, States
 from lwkv.integrations.vllm.blending.question import Question, ask
@@ -41,7 +41,7 @@ class BlendPass:
     on: that one is computed for one layer more than in lwkv's own blender.
 
     Args:
-        layout: what is known of the prompt, and reused.
+        reuse: what is known of the prompt, and reused.
         selector: chooses which of the reused tokens are computed.
         share: of the reused tokens, the part to compute again in the last layers.
         question: what asks; for selectors by attention.
@@ -51,18 +51,18 @@ class BlendPass:
         self,
         layers: Layers,
         cache: PagedRows,
-        layout: Layout,
+        reuse: PromptReuse,
         selector: Selector,
         share: float,
         question: Question | None = None,
     ) -> None:
-        self._layers, self._cache, self._layout = layers, cache, layout
+        self._layers, self._cache, self._reuse = layers, cache, reuse
         self._selector, self._share, self._question = selector, share, question
-        self._reused = len(layout.candidates)
-        self._always = layout.always
+        self._reused = len(reuse.candidates)
+        self._always = reuse.always
         chooses = self._reused > 0 and share > 0
         self._checks = selector if chooses and isinstance(selector, ByChange) else None
-        self._positions = layout.with_always(layout.candidates if chooses else np.zeros(0, np.int64))
+        self._positions = reuse.with_always(reuse.candidates if chooses else np.zeros(0, np.int64))
         self._row_layers = 0
 
     @torch.inference_mode()
@@ -92,25 +92,25 @@ class BlendPass:
         if not self._reused or not 0 < self._share < 1:
             return
         if isinstance(self._selector, AtStart):
-            chosen = self._selector.choose(self._layout, self._budget(self._share))
-            numbers = np.flatnonzero(np.isin(self._positions, self._layout.with_always(chosen)))
+            chosen = self._selector.choose(self._reuse, self._budget(self._share))
+            numbers = np.flatnonzero(np.isin(self._positions, self._reuse.with_always(chosen)))
             self._keep(numbers)
         elif isinstance(self._selector, ByAttention):
             assert self._question is not None, "a selector by attention needs one"
-            place = self._layers, self._cache, self._layout
+            place = self._layers, self._cache, self._reuse
             paid, rows = ask(*place, self._question, self._selector, wait)
             self._row_layers += rows
             self._keep(self._best(paid[self._cache.send(self._positions)], self._budget(self._share)))
 
     def _begin(self) -> tuple[list[Call], States]:
-        prompt = self._layout.prompt
+        prompt = self._reuse.prompt
         if not len(self._positions):
             return [], States(torch.zeros(0), None)
         states = self._layers.embed(prompt.ids[self._positions])
         return self._layers.calls(self._positions, prompt.slots), states
 
     def _rows(self) -> CacheRows:
-        return self._cache.at(self._cache.send(self._layout.prompt.slots[self._positions]))
+        return self._cache.at(self._cache.send(self._reuse.prompt.slots[self._positions]))
 
     def _share_at(self, layer: int) -> float | None:
         """The share of the reused tokens that goes on behind a check layer; None where all rows do."""
@@ -134,7 +134,7 @@ class BlendPass:
         numbers = self._cache.send(kept)
         residual = None if states.residual is None else states.residual[numbers]
         states = States(states.hidden[numbers], residual)
-        return self._layers.calls(self._positions, self._layout.prompt.slots), states
+        return self._layers.calls(self._positions, self._reuse.prompt.slots), states
 
     def _best(self, scores: Tensor, budget: int, threshold: float | None = None) -> Int64s:
         """The numbers of the rows that are always computed, and of so many others with the highest scores."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from lwkv.blend.forward.attention import attention_paid
 from lwkv.blend.forward.forward_pass import MOST_ASKING
 from lwkv.blend.forward.paged_rows import PagedRows
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.selector import ByAttention
 from lwkv.integrations.vllm.blending.calls import Layers
 from lwkv.platforms.protocol import Int64s
@@ -34,7 +34,7 @@ class Question:
 def ask(
     layers: Layers,
     cache: PagedRows,
-    layout: Layout,
+    reuse: PromptReuse,
     question: Question,
     selector: ByAttention,
     wait: Callable[[int], None],
@@ -44,12 +44,12 @@ def ask(
     The rows that are computed in any case are computed over what is reused, and are in the cache behind it.
 
     Args:
-        layout: of the prompt in front of the question's rows.
+        reuse: of the prompt in front of the question's rows.
         wait: as in `BlendPass.run`.
 
     Returns: float32 (tokens,), on the device.
     """
-    positions = np.concatenate([layout.always, np.arange(len(layout.prompt), len(question.tokens))])
+    positions = np.concatenate([reuse.always, np.arange(len(reuse.prompt), len(question.tokens))])
     num_asking = min(int((positions >= question.first).sum()), MOST_ASKING)
     there = cache.send(positions[-num_asking:])
     whole = cache.at(cache.send(question.slots))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lwkv.blend.forward.paged_rows import PagedRows
-from lwkv.blend.forward.rows import Layout
+from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.request import CheckedBlend
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByAttention, Deviation, Selector
@@ -139,8 +139,8 @@ class BlendWorker:
         # No step waits for a tier below because of a segment, which was brought from there if it was in time.
         segments = range(len(loads) - len(order.segments), len(loads))
         with closing(self._segments.retrieval(loads, in_host=segments)) as retrieval:
-            layout = lay_out(prompt, loads, retrieval.hold())
-            computation = self._pass(order, layout)
+            reuse = lay_out(prompt, loads, retrieval.hold())
+            computation = self._pass(order, reuse)
             promised = retrieval.open()
             # A layer is waited for when the one behind it is queued.
             computed = computation.run(lambda layer: retrieval.advance(layer + 1))
@@ -151,10 +151,10 @@ class BlendWorker:
                 self._note_lost(load, mask.numpy())
         if any(lost):
             return False
-        self._count(order, layout, computed)
+        self._count(order, reuse, computed)
         return True
 
-    def _pass(self, order: BlendOrder, layout: Layout) -> BlendPass:
+    def _pass(self, order: BlendOrder, reuse: PromptReuse) -> BlendPass:
         selector, question = self.selector, None
         if isinstance(selector, ByAttention) and self.share:
             question = question_of(order)
@@ -162,7 +162,7 @@ class BlendWorker:
                 # The step has not all of it, as where a long prompt is computed in parts.
                 self._counters.add("blend_questions_missing")
                 selector = Deviation()
-        return BlendPass(self._layers, self._rows, layout, selector, self.share, question)
+        return BlendPass(self._layers, self._rows, reuse, selector, self.share, question)
 
     def _loads(self, order: BlendOrder) -> list[SegmentLoad]:
         whole = _prompt(order, len(order.tokens))
@@ -188,12 +188,12 @@ class BlendWorker:
             "%d tokens of a prompt could not be blended; on_load_failure says what follows", len(slots)
         )
 
-    def _count(self, order: BlendOrder, layout: Layout, computed: Computed) -> None:
+    def _count(self, order: BlendOrder, reuse: PromptReuse, computed: Computed) -> None:
         self._counters.add("blend_requests")
-        self._counters.add("blend_tokens_known", layout.known)
-        self._counters.add("blend_tokens_reused", len(layout.candidates))
+        self._counters.add("blend_tokens_known", reuse.known)
+        self._counters.add("blend_tokens_reused", len(reuse.candidates))
         self._counters.add("blend_tokens_chosen", computed.num_chosen)
-        self._counters.add("blend_tokens_computed", len(layout.always))
+        self._counters.add("blend_tokens_computed", len(reuse.always))
 
     @contextmanager
     def _calling(self) -> Iterator[None]:

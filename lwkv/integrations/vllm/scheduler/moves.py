@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lwkv.integrations.vllm.orders import Move
 from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
-from lwkv.integrations.vllm.scheduler.request_state import RequestState, Span
+from lwkv.integrations.vllm.scheduler.request_state import RequestState, TokenRange
 
 
 class Moves:
@@ -27,7 +27,7 @@ class Moves:
         """Tokens that fit into `blocks`."""
         return len(blocks) * self._block_size
 
-    def order(self, tracked: RequestState, blocks: Sequence[int], span: Span) -> Move:
+    def order(self, tracked: RequestState, blocks: Sequence[int], span: TokenRange) -> Move:
         """The order to move `span` into or out of `blocks`."""
         move = tracked.move(self._index, span, blocks, self._block_size)
         if self._events is not None and move.keys:

@@ -17,7 +17,7 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import Chunking
 
 
-class Span(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens [first, end) are moved; their keys stand for the first `num_tokens`."""
 
     first: int
@@ -34,10 +34,10 @@ class RequestState:
         found: which of its chunks are cached.
         blocks: vLLM's blocks of it, as of the last step that it was in.
         to_load: tokens that its next step loads.
-        cared_for: leading tokens whose chunks are cached or were ordered to be stored.
-        sound: leading tokens of which no rank can have computed garbage.
+        handled: leading tokens whose chunks are cached or were ordered to be stored.
+        trusted: leading tokens of which no rank can have computed garbage.
         spoiled_from: tokens from here are garbage, or were computed on some; None for no such.
-        choice: how much of what was found last is loaded; None where that was not weighed.
+        choice: how much of what was found last is loaded; None where the costs were not compared.
         blended_from: tokens from here were blended, or rest on such: they are not stored. None for none.
         tested_after: additions to the stale blocks when this request was compared with them last.
     """
@@ -46,8 +46,8 @@ class RequestState:
     found: FoundChunks
     blocks: list[int] = field(default_factory=list)
     to_load: int = 0
-    cared_for: int = 0
-    sound: int = 0
+    handled: int = 0
+    trusted: int = 0
     spoiled_from: int | None = None
     choice: Choice | None = None
     blended_from: int | None = None
@@ -69,17 +69,17 @@ class RequestState:
         """Begin to run in `blocks`, of which the next step loads `num_loaded` tokens."""
         self.blocks, self.to_load = list(blocks), num_loaded
         # What was ordered in an earlier run may be gone; what is cached now was looked up for this one.
-        self.cared_for = self._computed = 0
+        self.handled = self._computed = 0
         self._begun_with = self.found.num_local + num_loaded
 
-    def load(self, computed: int) -> Span:
+    def load(self, computed: int) -> TokenRange:
         """What a step has to load, that begins with `computed` tokens in place, the loaded ones included."""
         first, self.to_load = computed - self.to_load, 0
         # The key of the last chunk stands for all of its tokens.
         whole = computed + -computed % self.chunks.chunking.chunk_size
-        return Span(first, computed, min(whole, self.chunks.chunking.covered(self.chunks.num_tokens)))
+        return TokenRange(first, computed, min(whole, self.chunks.chunking.covered(self.chunks.num_tokens)))
 
-    def store(self, index: ChunkIndex, computed: int, in_place: int) -> list[Span]:
+    def store(self, index: ChunkIndex, computed: int, in_place: int) -> list[TokenRange]:
         """The chunks that are whole with `in_place` tokens and may be in no tier, each run of them a span.
 
         Args:
@@ -90,10 +90,10 @@ class RequestState:
         if in_place < self.request.num_prompt_tokens:
             in_place -= in_place % size
         end = self.chunks.chunking.covered(in_place)
-        if computed < max(self._computed, self.cared_for):
+        if computed < max(self._computed, self.handled):
             self._set_back(computed)
         self._computed = computed
-        begin, self.cared_for = self.cared_for, max(end, self.cared_for)
+        begin, self.handled = self.handled, max(end, self.handled)
         if end <= begin:
             return []
         keys = self.chunks.keys(index, end)
@@ -101,19 +101,19 @@ class RequestState:
         missing = [chunk for chunk in chunks if self._may_be_missing(index, keys, chunk)]
         firsts = [chunk for chunk in missing if chunk - 1 not in missing]
         ends = [min(end, size * (chunk + 1)) for chunk in missing if chunk + 1 not in missing]
-        return [Span(size * first, last, last) for first, last in zip(firsts, ends, strict=True)]
+        return [TokenRange(size * first, last, last) for first, last in zip(firsts, ends, strict=True)]
 
-    def store_rest(self, index: ChunkIndex, in_place: int) -> list[Span]:
+    def store_rest(self, index: ChunkIndex, in_place: int) -> list[TokenRange]:
         """As `store`, when the request has ended with `in_place` tokens in place."""
-        return self.store(index, max(self._computed, self.cared_for), in_place)
+        return self.store(index, max(self._computed, self.handled), in_place)
 
     def has_rest(self, in_place: int) -> bool:
         """Whether chunks of the first `in_place` tokens are neither cached nor ordered to be stored."""
-        return self.spoiled_from is None and self.chunks.chunking.covered(in_place) > self.cared_for
+        return self.spoiled_from is None and self.chunks.chunking.covered(in_place) > self.handled
 
     def is_settled(self, computed: int, in_place: int) -> bool:
         """Whether a step from `computed` to `in_place` tokens has nothing to load or to store anew."""
-        is_whole = min(self.cared_for, computed) >= self.chunks.chunking.covered(in_place)
+        is_whole = min(self.handled, computed) >= self.chunks.chunking.covered(in_place)
         return is_whole and not self.to_load and self.spoiled_from is None
 
     def steps_asleep(self, in_place: int, decodes_too: bool, most_tokens: int) -> int | None:
@@ -126,12 +126,12 @@ class RequestState:
         if self.to_load or self.spoiled_from is not None or in_place < self.chunks.num_tokens:
             return 0
         if not decodes_too:
-            done = self.cared_for >= self.chunks.chunking.covered(int(self.request.num_prompt_tokens))
+            done = self.handled >= self.chunks.chunking.covered(int(self.request.num_prompt_tokens))
             return None if done else 0
-        missing = self.cared_for + self.chunks.chunking.chunk_size - in_place
+        missing = self.handled + self.chunks.chunking.chunk_size - in_place
         return max(0, -(-missing // most_tokens) - 1)
 
-    def move(self, index: ChunkIndex, span: Span, blocks: Sequence[int], block_size: int) -> Move:
+    def move(self, index: ChunkIndex, span: TokenRange, blocks: Sequence[int], block_size: int) -> Move:
         """The order to move `span` into or out of `blocks`."""
         whole = -(-span.num_tokens // self.chunks.chunking.chunk_size)
         keys = [packed(own[:whole]) for own in self.chunks.keys(index, span.num_tokens) if own]
@@ -152,11 +152,11 @@ class RequestState:
     def _set_back(self, computed: int) -> None:
         """Compute again from `computed` on: what was found from there on could not be loaded."""
         chunk = computed // self.chunks.chunking.chunk_size
-        self.cared_for = chunk * self.chunks.chunking.chunk_size
+        self.handled = chunk * self.chunks.chunking.chunk_size
         self.found.forget_from(chunk)
 
 
-def _block_row(blocks: Sequence[int], block_size: int, span: Span) -> Int64s:
+def _block_row(blocks: Sequence[int], block_size: int, span: TokenRange) -> Int64s:
     """`blocks`, int64; NULL_BLOCK for those that `span` does not touch: a long prompt has many."""
     first, end = span.first // block_size, min(-(-span.end // block_size), len(blocks))
     row = np.full(end, NULL_BLOCK, np.int64)

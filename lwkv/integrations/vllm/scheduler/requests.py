@@ -105,9 +105,9 @@ class Requests:
             until = None if steps is None else self._steps.current + 1 + steps
             self._agenda.sleep(tracked.request.request_id, until)
 
-    def sound_tokens(self, blocks: Sequence[int]) -> int:
+    def trusted_tokens(self, blocks: Sequence[int]) -> int:
         """Leading tokens in `blocks` whose contents are right."""
-        return self._stale.sound_tokens(blocks)
+        return self._stale.trusted_tokens(blocks)
 
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
         """Learn which blocks vLLM will compute again. What is behind them depends on them."""

@@ -58,7 +58,7 @@ class SchedulerSide:
         events: writes down what comes and goes; None for not at all.
         most_decoded: tokens that a request gets in a step where it only decodes, drafts included.
         prefetches: whether requests wait for chunks in lower tiers; if not, steps do.
-        weighs: whether only what comes sooner than it is computed is loaded; if not, all that is found.
+        compares_costs: whether only what loads sooner than it is computed is loaded; if not, all found.
         clock: seconds.
         make_blending: makes what plans blends; None where that is off.
     """
@@ -74,7 +74,7 @@ class SchedulerSide:
         events: KVEventLog | None = None,
         most_decoded: int = 1,
         prefetches: bool = True,
-        weighs: bool = True,
+        compares_costs: bool = True,
         clock: Callable[[], float] = time.monotonic,
         make_blending: Callable[[LookUpParts], BlendPlanner] | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class SchedulerSide:
         self._moves = Moves(index, block_size, events)
         self._stores = Stores(index, self._moves, self._requests, policy, self._steps, num_ranks)
         self.waiting = WaitingLoads(num_ranks, config.load_timeout_s, self.counters, clock)
-        self.costs = Costs(config.chunk_size, config.use_layerwise, clock) if weighs else None
+        self.costs = Costs(config.chunk_size, config.use_layerwise, clock) if compares_costs else None
         self._step_costs = StepCosts(self.costs, self.counters)
         # Without host memory of its own a chunk that was fetched would not stay.
         prefetches = prefetches and config.local_cpu

@@ -23,26 +23,28 @@ class StaleBlocks:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         # Of each block, how many leading tokens were computed anew.
-        self._sound: dict[int, int] = {}
+        self._computed_anew: dict[int, int] = {}
         self.additions = 0
 
     def __len__(self) -> int:
-        return len(self._sound)
+        return len(self._computed_anew)
 
     def add(self, blocks: Iterable[int]) -> None:
         """Add blocks whose contents are wrong, whatever was known of them."""
         blocks = [block for block in blocks if block != NULL_BLOCK]
-        self.additions += any(self._sound.get(block) != 0 for block in blocks)
-        self._sound.update(dict.fromkeys(blocks, 0))
+        self.additions += any(self._computed_anew.get(block) != 0 for block in blocks)
+        self._computed_anew.update(dict.fromkeys(blocks, 0))
 
-    def sound_tokens(self, blocks: Sequence[int]) -> int:
+    def trusted_tokens(self, blocks: Sequence[int]) -> int:
         """Leading tokens of a request in `blocks` that are in no such block."""
-        bad = (number for number, block in enumerate(blocks) if block in self._sound)
+        bad = (number for number, block in enumerate(blocks) if block in self._computed_anew)
         return self._block_size * next(bad, len(blocks))
 
     def concern(self, seen: int, written: Sequence[int]) -> bool:
         """Whether a request has to pass a step that writes `written`; `seen` additions were tested."""
-        return bool(self._sound) and (seen != self.additions or not self._sound.keys().isdisjoint(written))
+        return bool(self._computed_anew) and (
+            seen != self.additions or not self._computed_anew.keys().isdisjoint(written)
+        )
 
     def pass_step(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Remove what a step computes, mark requests that use the others, and add what these compute."""
@@ -50,7 +52,7 @@ class StaleBlocks:
             spoiled_from = item.tracked.spoiled_from
             if spoiled_from is not None and item.computed <= spoiled_from:
                 item.tracked.spoiled_from = None
-        if not self._sound:
+        if not self._computed_anew:
             return
         parts = [(item, item.blocks()) for item in scheduled]
         for item, blocks in parts:
@@ -68,22 +70,22 @@ class StaleBlocks:
         size = self._block_size
         first = item.begin // size
         for number, block in enumerate(blocks[first : -(-item.in_place // size)], first):
-            sound = self._sound.get(block, size)
+            anew = self._computed_anew.get(block, size)
             # A block is not correct if what another request left in it, in front of `begin`, is wrong.
-            if sound < size and item.begin <= number * size + sound:
-                self._sound[block] = max(sound, min(size, item.in_place - number * size))
-                if self._sound[block] == size:
-                    del self._sound[block]
+            if anew < size and item.begin <= number * size + anew:
+                self._computed_anew[block] = max(anew, min(size, item.in_place - number * size))
+                if self._computed_anew[block] == size:
+                    del self._computed_anew[block]
 
     def _mark(self, item: ScheduledRequest, blocks: Sequence[int]) -> None:
         size, tracked = self._block_size, item.tracked
         read = blocks[: -(-item.computed // size)]
-        if tracked.spoiled_from is None and not self._sound.keys().isdisjoint(read):
+        if tracked.spoiled_from is None and not self._computed_anew.keys().isdisjoint(read):
             tracked.spoiled_from = next(
                 (
                     number * size
                     for number, block in enumerate(read)
-                    if self._sound.get(block, size) < min(size, item.computed - number * size)
+                    if self._computed_anew.get(block, size) < min(size, item.computed - number * size)
                 ),
                 None,
             )

@@ -9,7 +9,7 @@ from lwkv.integrations.vllm.orders import Move
 from lwkv.integrations.vllm.reports import RankReport
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.moves import Moves
-from lwkv.integrations.vllm.scheduler.request_state import RequestState, Span
+from lwkv.integrations.vllm.scheduler.request_state import RequestState, TokenRange
 from lwkv.integrations.vllm.scheduler.requests import Requests
 from lwkv.integrations.vllm.scheduler.scheduled import ScheduledRequest
 from lwkv.integrations.vllm.scheduler.steps import Steps
@@ -39,20 +39,20 @@ class Stores:
         self._steps = steps
         self._num_ranks = num_ranks
         self._leaving: dict[str, tuple[RequestState, Sequence[int]] | None] = {}
-        self._cared_for: dict[int, list[tuple[RequestState, int]]] = {}
+        self._handled_before: dict[int, list[tuple[RequestState, int]]] = {}
 
     def of_step(self, scheduled: Sequence[ScheduledRequest]) -> list[Move]:
         """What a step stores."""
         if not self._policy.stores:
             return []
-        before = [(item.tracked, item.tracked.cared_for) for item in scheduled]
+        before = [(item.tracked, item.tracked.handled) for item in scheduled]
         stores = [
             self._moves.order(item.tracked, item.blocks(), span)
             for item in scheduled
             for span in self._spans(item)
         ]
         if stores:
-            self._cared_for[self._steps.current] = before
+            self._handled_before[self._steps.current] = before
         return stores
 
     def keeps(self, tracked: RequestState, blocks: Sequence[int]) -> bool:
@@ -74,35 +74,35 @@ class Stores:
 
     def learn(self, report: RankReport) -> None:
         """Take over whether a step's stores were kept; chunks of those that were not are stored later."""
-        for tracked, cared_for in () if report.stored else self._cared_for.get(report.step, ()):
-            tracked.cared_for = min(tracked.cared_for, cared_for)
+        for tracked, handled in () if report.stored else self._handled_before.get(report.step, ()):
+            tracked.handled = min(tracked.handled, handled)
             self._requests.wake(tracked)
 
     def forget_reported(self) -> None:
         """Forget what was ordered in steps that all ranks have reported."""
-        for step in [step for step in self._cared_for if step <= self._steps.acknowledged]:
-            del self._cared_for[step]
+        for step in [step for step in self._handled_before if step <= self._steps.acknowledged]:
+            del self._handled_before[step]
 
     def clear(self) -> None:
         """Store nothing any more of requests that have ended; their blocks are given back all the same."""
         self._leaving = dict.fromkeys(self._leaving)
 
-    def _spans(self, item: ScheduledRequest) -> list[Span]:
+    def _spans(self, item: ScheduledRequest) -> list[TokenRange]:
         tracked = item.tracked
         if self._num_ranks > 1 and self._steps.awaits_load:
-            tracked.sound = min(tracked.sound, item.computed)
+            tracked.trusted = min(tracked.trusted, item.computed)
         else:
-            tracked.sound = item.in_place
-        in_place = min(self._policy.end(tracked, item.in_place), tracked.sound)
+            tracked.trusted = item.in_place
+        in_place = min(self._policy.end(tracked, item.in_place), tracked.trusted)
         if tracked.spoiled_from is not None:
             in_place = min(in_place, tracked.spoiled_from)
         return tracked.store(self._index, item.computed, in_place)
 
     def _rest(self, tracked: RequestState, blocks: Sequence[int]) -> list[Move]:
         """What is left to store of a request that has ended; its blocks are still its own."""
-        in_place = min(self._rest_end(tracked, blocks), self._requests.sound_tokens(blocks))
+        in_place = min(self._rest_end(tracked, blocks), self._requests.trusted_tokens(blocks))
         if self._num_ranks > 1 and self._steps.awaits_load:
-            in_place = min(in_place, tracked.sound)
+            in_place = min(in_place, tracked.trusted)
         if not tracked.has_rest(in_place):
             return []
         spans = tracked.store_rest(self._index, in_place)

@@ -14,7 +14,7 @@ from lwkv.storage.tier import HOST
 
 
 class Hits:
-    """Looks chunks up, has lower tiers bring them, and weighs loading against computing.
+    """Looks chunks up, has lower tiers bring them, and compares the time to load with the time to compute.
 
     What is in a lower tier is brought to host memory while its request waits, so that no step waits for a
     tier because of another one's load. A request that is alone loads from there while its step computes.

@@ -33,7 +33,7 @@ class Below(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Rank:
+class RankChunks:
     """What is known of one rank: chunks in its host memory, and chunks that could not be loaded."""
 
     info: RankInfo
@@ -100,7 +100,7 @@ class ChunkIndex:
         self._chunk_size = chunk_size
         self._partial = partial
         self._open_below = open_lower_tiers
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, RankChunks] = {}
         # What the last changes were about; None for everything.
         self._news: deque[frozenset[bytes] | None] = deque(maxlen=MOST_NEWS)
 
@@ -129,7 +129,7 @@ class ChunkIndex:
         known = self._ranks.get(info.rank)
         if known is None or known.info != info:
             self._note(None)
-            self._ranks[info.rank] = Rank(info, self._open_below(info) if self._open_below else None)
+            self._ranks[info.rank] = RankChunks(info, self._open_below(info) if self._open_below else None)
 
     def learn(self, report: RankReport) -> None:
         """Take over what a rank has, and has not."""
@@ -216,13 +216,13 @@ class ChunkIndex:
         self.changes += 1
         self._news.append(news)
 
-    def _each_of(self, chains: Sequence[RankKeys]) -> Iterator[tuple[Rank, list[list[ChunkKey]]]]:
+    def _each_of(self, chains: Sequence[RankKeys]) -> Iterator[tuple[RankChunks, list[list[ChunkKey]]]]:
         """Every rank with its own keys of each chain."""
         if chains and all(chains):
             for number, rank in enumerate(self._ranks[number] for number in sorted(self._ranks)):
                 yield rank, [keys[number] for keys in chains]
 
-    def _each(self, keys: RankKeys) -> Iterator[tuple[Rank, list[ChunkKey]]]:
+    def _each(self, keys: RankKeys) -> Iterator[tuple[RankChunks, list[ChunkKey]]]:
         """Every rank with its own keys."""
         if keys:
             yield from zip((self._ranks[number] for number in sorted(self._ranks)), keys, strict=True)

@@ -24,7 +24,7 @@ ANSWER_S = 0.5
 """Seconds that a lookup waits for a tier; what it has not answered by then is computed."""
 
 
-class LowerTier:
+class TierLookup:
     """One tier. One that takes too long, or fails, has nothing, and is not asked for a while."""
 
     def __init__(self, tier: Tier, counters: Counters) -> None:
@@ -62,10 +62,10 @@ class LowerTier:
         return (self._calls,) if self._notes is None else (self._notes.calls, self._calls)
 
 
-class LowerTiers:
+class TierLookups:
     """One rank's tiers below host memory, nearest first; see `open_lower_tiers`."""
 
-    def __init__(self, tiers: Sequence[LowerTier], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tiers: Sequence[TierLookup], clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers = tiers
         self._clock = clock
         self._unread_until: dict[str, float] = {}
@@ -100,7 +100,7 @@ class LowerTiers:
             tier.close()
 
 
-def open_lower_tiers(config: Config, info: RankInfo) -> LowerTiers:
+def open_lower_tiers(config: Config, info: RankInfo) -> TierLookups:
     """Open a rank's lower tiers a second time, for lookups. Raises ConfigError.
 
     The host memory of a node is one of them: a rank does not know what others have put there.
@@ -109,4 +109,4 @@ def open_lower_tiers(config: Config, info: RankInfo) -> LowerTiers:
     setup = TierSetup(config, info.num_layers, info.page_bytes, info.page_format, counters)
     timeout_s = config.extra_config.host_memory_timeout_s
     node = [] if config.host_memory is None else [NodeLookup(config.host_memory, timeout_s)]
-    return LowerTiers([LowerTier(tier, counters) for tier in [*node, *open_tiers(setup)]])
+    return TierLookups([TierLookup(tier, counters) for tier in [*node, *open_tiers(setup)]])

@@ -55,7 +55,7 @@ def test_a_tier_that_was_too_slow_is_measured_again_and_no_request_waits_for_tha
 
 
 def test_it_can_be_turned_off() -> None:
-    engine, decodes = busy(filled(), weighs=False)
+    engine, decodes = busy(filled(), compares_costs=False)
     assert engine.scheduler.costs is None
     loads = ScriptedRequest("loads", PROMPTS[0], 2)
     engine.add(loads)

@@ -12,7 +12,7 @@ from storage.rig import Clock, key, keys
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.reports import RankInfo
 from lwkv.integrations.vllm.scheduler.lookup import tier_lookup
-from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import LowerTier, LowerTiers, open_lower_tiers
+from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import TierLookup, TierLookups, open_lower_tiers
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage import TierSetup
 from lwkv.storage.registry import open_tiers
@@ -27,12 +27,12 @@ def holding(*numbers: int) -> FaultyTier:
     return tier
 
 
-def there(tiers: LowerTiers, chunks: Sequence[ChunkKey]) -> list[bool]:
+def there(tiers: TierLookups, chunks: Sequence[ChunkKey]) -> list[bool]:
     return [name is not None for name in tiers.find(chunks)]
 
 
-def lower(*tiers: FaultyTier) -> LowerTiers:
-    return LowerTiers([LowerTier(tier, Counters()) for tier in tiers])
+def lower(*tiers: FaultyTier) -> TierLookups:
+    return TierLookups([TierLookup(tier, Counters()) for tier in tiers])
 
 
 def test_a_chunk_is_there_if_one_of_the_tiers_has_it() -> None:
@@ -77,7 +77,7 @@ def test_a_tier_that_the_rank_does_not_read_has_nothing_for_as_long() -> None:
     near, far = holding(1), holding(2)
     near.name, far.name = "near", "far"
     clock = Clock()
-    tiers = LowerTiers([LowerTier(tier, Counters()) for tier in (near, far)], clock)
+    tiers = TierLookups([TierLookup(tier, Counters()) for tier in (near, far)], clock)
     tiers.leave_alone({"near": 2.0})
     assert there(tiers, keys(1, 2)) == [False, True]
     assert near.calls_of("contains") == []
