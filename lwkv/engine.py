@@ -63,6 +63,8 @@ class CacheEngine:
         timeline: records loads and saves; None for not at all.
         lock_memory: whether page-locking of host memory begins now; False where graphs of the device's work
             are still to be captured, and `wait_for_memory` is called after that.
+        memory: pages, and what knows of the chunks in them, that several engines of a process share; None
+            for memory as `config` says.
 
     Attributes:
         namespace: what all keys begin with: everything that changes the bytes of a page.
@@ -83,6 +85,7 @@ class CacheEngine:
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
         lock_memory: bool = True,
+        memory: tuple[HostPool, HostChunks] | None = None,
     ) -> None:
         follow_log_level()
         warn_of_foreign_variables()
@@ -106,7 +109,7 @@ class CacheEngine:
         self._locks_ahead = connector.platform.device_type != "cpu"
         # A thread that asks for no device is on the first one, and makes a context of hundreds of MiB there.
         use_device = partial(connector.platform.set_device, connector.device)
-        self._pool, host = self._open_host_memory(counters, use_device)
+        self._pool, host = memory or self._open_host_memory(counters, use_device)
         self._storage = self._make_storage(tiers, counters, use_device, host)
         self.tier_names = self._storage.tier_names
         self._closed = self._ended = False
@@ -136,6 +139,7 @@ class CacheEngine:
         tiers: Sequence[Tier] = (),
         timeline: Timeline | None = None,
         lock_memory: bool = True,
+        memory: tuple[HostPool, HostChunks] | None = None,
     ) -> CacheEngine:
         """Make the connector for `kvcaches` and the engine on it; arguments as CreateGPUConnector's.
 
@@ -145,7 +149,7 @@ class CacheEngine:
             platform = detect_platform(platform, device_of(kvcaches))
         connector = CreateGPUConnector(config, metadata, engine, layout_hints, platform)
         connector.register(kvcaches)
-        return cls(config, metadata, connector, tiers, timeline, lock_memory)
+        return cls(config, metadata, connector, tiers, timeline, lock_memory, memory)
 
     def keys(self, tokens: Any, salts: Sequence[str] = ()) -> list[ChunkKey]:
         """The key of every chunk of `tokens`, which is not the caller's to change. Raises as `lookup`."""

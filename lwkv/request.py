@@ -61,7 +61,28 @@ class KeyedChunks:
         return len(self.slots)
 
 
-AnyRequest: TypeAlias = "Request | KeyedChunks"
+@dataclass(frozen=True, slots=True)
+class KeyedSlots:
+    """As KeyedChunks, with slots on the host, which are checked, and which need not be those of all tokens.
+
+    Args:
+        keys: of the chunks, in order.
+        slots: int64 (chunks * chunk_size,), NO_SLOT for a token without one. It must not change any more.
+        first: tokens at the beginning that the engine has itself.
+        parent: as KeyedChunks'.
+    """
+
+    keys: list[ChunkKey]
+    slots: Int64s
+    first: int = 0
+    parent: ChunkKey | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+
+AnyRequest: TypeAlias = "Request | KeyedChunks | KeyedSlots"
 
 
 def check_loads(
@@ -108,7 +129,7 @@ def as_requests(requests: Sequence[AnyRequest]) -> Sequence[AnyRequest]:
     Raises RequestError for anything else than a list or tuple of one kind of request.
     """
     if isinstance(requests, list | tuple):
-        for kind in (Request, KeyedChunks):
+        for kind in (Request, KeyedChunks, KeyedSlots):
             if all(isinstance(request, kind) for request in requests):
                 return requests
     got = f"{requests!r:.200}, of type {type(requests).__name__}"
@@ -118,6 +139,8 @@ def as_requests(requests: Sequence[AnyRequest]) -> Sequence[AnyRequest]:
 def _checked(request: AnyRequest, chunking: Chunking, device: torch.device | None) -> CheckedRequest:
     if isinstance(request, KeyedChunks):
         return _keyed(request, chunking, device)
+    if isinstance(request, KeyedSlots):
+        return _keyed_on_host(request, chunking)
     return _prompt(request, chunking)
 
 
@@ -128,6 +151,21 @@ def _keyed(request: KeyedChunks, chunking: Chunking, device: torch.device | None
     none = np.zeros(num_tokens, np.int64)
     counts = chunking.chunk_tokens(num_tokens)
     return CheckedRequest(none, none, 0, (), chunking.chunk_size, counts, request.keys, slots, request.parent)
+
+
+def _keyed_on_host(request: KeyedSlots, chunking: Chunking) -> CheckedRequest:
+    num_tokens = len(request.keys) * chunking.chunk_size
+    slots = _as_row("slots", request.slots, num_tokens, "i", "whole numbers").astype(np.int64, copy=False)
+    if not 0 <= request.first <= num_tokens:
+        raise RequestError(f"first is {request.first}; allowed: 0 to {num_tokens}, the tokens of the chunks")
+    # Two requests may share slots where their chunks are the same: as ids of tokens, keys show it.
+    ids = np.array([int.from_bytes(key.hash[:8], "little", signed=True) for key in request.keys], np.int64)
+    counts = np.full(len(request.keys), chunking.chunk_size, np.int64)
+    return CheckedRequest(
+        *(np.repeat(ids, chunking.chunk_size), slots, request.first, (), chunking.chunk_size, counts),
+        request.keys,
+        parent=request.parent,
+    )
 
 
 def check_device_slots(

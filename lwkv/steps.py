@@ -138,12 +138,22 @@ class LayerSteps:
             except DEVICE_FAILURES as error:
                 self._give_up_store(error)
 
-    def wait_for_save(self) -> StepResult:
-        """End the step: queue what is left, and make the current stream wait for all that is in flight."""
+    def wait_for_loads(self) -> list[torch.Tensor]:
+        """End the step's loads, as `wait_for_save` does before it stores; returns `StepResult.loaded`."""
         if self._result is None:
             self._missed_wait |= not self._is_waited_for(self._num_layers - 1)
             self._advance_load(self._num_layers)
-            self._result = StepResult(self._masks, self._end_store())
+        return self._masks
+
+    def wait_for_save(self, keep: bool = True) -> StepResult:
+        """End the step: queue what is left, and make the current stream wait for all that is in flight.
+
+        Args:
+            keep: False to give the stores up.
+        """
+        if self._result is None:
+            self.wait_for_loads()
+            self._result = StepResult(self._masks, self._end_store(keep))
         return self._result
 
     def _number(self, layer: str | int) -> int | None:
@@ -183,13 +193,14 @@ class LayerSteps:
             # Else some layer computed without its load: whatever came of it cannot be trusted.
             self._masks = masks
 
-    def _end_store(self) -> bool:
-        """Pass the stores to the engine if all that was promised has been loaded, else give them up."""
+    def _end_store(self, keep: bool) -> bool:
+        """Pass the stores to the engine, if `keep` and all that was promised has been loaded; else give them
+        up."""
         store = self._store
         if store is None:
             return False
         pairs = zip(self._masks, self._promised, strict=True)
-        loaded = all(int(mask.sum()) == count for mask, count in pairs)
+        loaded = keep and all(int(mask.sum()) == count for mask, count in pairs)
         with DeviceFailuresTo(self._give_up_store):
             (store.commit if loaded else store.close)()
         went_through, self._store = self._store is store, None

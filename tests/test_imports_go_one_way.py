@@ -19,6 +19,7 @@ APART = "lwkv.background.exit"
 # Each may import what stands behind it, and nothing before. The rest may do as it likes, but in no circle.
 ORDER: list[set[str]] = [
     {"integrations"},
+    {"hybrid"},
     {"steps"},
     {"engine"},
     {"pipeline", "shared_host"},

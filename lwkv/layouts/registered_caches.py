@@ -45,6 +45,11 @@ class Caches:
         self._describe = describe
         self._seen: list[Tensor] = []
 
+    @property
+    def config(self) -> Config:
+        """The settings it was made with."""
+        return self._config
+
     def register(self, kvcaches: Registration) -> None:
         """Describe what the engine registers; the same again is fine, and the very same tensors cost little.
 

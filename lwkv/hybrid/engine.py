@@ -1,0 +1,281 @@
+"""Several groups of caches in one engine: an engine a group, over one pool of pages and one host tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from lwkv.config.settings import Config
+from lwkv.connectors import PagedConnector
+from lwkv.engine import CacheEngine
+from lwkv.hybrid.group import Group, chain_name, namespace_of, open_connector
+from lwkv.hybrid.group_tier import GroupTier
+from lwkv.hybrid.host_tier import HybridHostTier, KindShape, KindWatcher
+from lwkv.hybrid.page_size import choose_pieces
+from lwkv.hybrid.ranges import Load, Pieces, Store
+from lwkv.hybrid.refusals import group_config, refuse_settings
+from lwkv.hybrid.room import Room
+from lwkv.hybrid.units import Reach, UnitKey
+from lwkv.kinds import ChunkSize, Kind
+from lwkv.layouts.registered_caches import device_of
+from lwkv.platforms import Platform, detect_platform
+from lwkv.platforms.host_limits import read_limits
+from lwkv.pool.host_pool import HostPool
+from lwkv.pool.memory_limits import check_memory
+from lwkv.request import KeyedSlots
+from lwkv.storage.host_tier import Chunk
+from lwkv.telemetry.timeline import Timeline
+
+log = logging.getLogger(__name__)
+
+STATE_SHARE = 0.25
+"""Of host memory, that states take at most."""
+START_LOCKING_S = 1.0
+
+
+@dataclass(eq=False)
+class Pin:
+    """All that a request needs to go on somewhere, in host memory until `HybridEngine.unpin`."""
+
+    chunks: list[Chunk]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self) -> list[Chunk]:
+        """The chunks, once; none after that."""
+        with self._lock:
+            chunks, self.chunks = self.chunks, []
+            return chunks
+
+
+class HybridEngine:
+    """Keeps what several kinds of layers have of prompts, and brings it back.
+
+    Each group of layers has a CacheEngine. All share host memory: one size of pages, one order of eviction.
+    Methods come from the thread that runs the forward pass; `pin`, `unpin` and `stats` may come from any.
+
+    Args:
+        config: its `chunk_size` does not count.
+        kinds: by number. groups: in the order of the block tables, those of all kinds.
+        chunk_size: for all kinds, see choose_chunk_size.
+        timeline, lock_memory: as CacheEngine's.
+
+    Attributes:
+        chain_name: what the hashes of chunks are made with, the same on all ranks: the namespace for
+            `chunk_keys`, with `chunk_size`.
+        chunk_size: tokens.
+        layer_of: the group of each layer, by name.
+
+    Raises:
+        ConfigError: settings that do not work with several kinds, too little host memory, or kinds that do
+            not describe the caches. LayoutError: as describe_layers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        kinds: Sequence[Kind],
+        groups: Sequence[Group],
+        chunk_size: ChunkSize,
+        platform: str | Platform | None = None,
+        timeline: Timeline | None = None,
+        lock_memory: bool = True,
+    ) -> None:
+        refuse_settings(config)
+        self.config, self.kinds, self.groups, self.chunk_size = config, kinds, groups, chunk_size.tokens
+        self.chain_name = chain_name(groups[0].metadata, kinds, self.chunk_size)
+        self.layer_of = {name: number for number, group in enumerate(groups) for name in group.caches}
+        if isinstance(platform, str | None):
+            platform = detect_platform(platform, device_of(groups[0].caches))
+        here = sorted({group.kind for group in groups})
+        page_bytes, piece_tokens = choose_pieces([kinds[number] for number in here], self.chunk_size)
+        self._piece_tokens = dict(zip(here, piece_tokens, strict=True))
+        self.engines: list[CacheEngine] = []
+        connectors = [self._connect(group, page_bytes, platform) for group in groups]
+        self._pieces = [self._cut(number, connector) for number, connector in enumerate(connectors)]
+        check_memory(config, read_limits())
+        on_demand = platform.device_type == "cpu"
+        self._pool = HostPool(
+            platform, page_bytes, config.max_host_bytes, config.slab_bytes, on_demand=on_demand
+        )
+        self._tier = HybridHostTier(self._pool, self._shapes(), int(STATE_SHARE * self._pool.max_pages))
+        unit_pages = self._unit_pages(connectors)
+        self._room = Room(
+            self._pool, self._tier, self.chunk_size, self._by_kind(), unit_pages, self._shapes()
+        )
+        with ExitStack() as undo:
+            undo.callback(self.close, 0.0)
+            self._room.require_least()
+            self._pool.reserve(config.reserve_bytes)
+            for number, connector in enumerate(connectors):
+                self.engines.append(self._open(number, connector, timeline))
+            undo.pop_all()
+        if lock_memory:
+            self.wait_for_memory(START_LOCKING_S)
+        log.info("%s; %s", chunk_size.words(), self._describe())
+
+    @property
+    def watcher(self) -> KindWatcher | None:
+        """Who is called for chunks of a kind that become whole, or go."""
+        return self._tier.watcher
+
+    @watcher.setter
+    def watcher(self, watcher: KindWatcher | None) -> None:
+        self._tier.watcher = watcher
+
+    def pin(self, hashes: Sequence[bytes], local: int, boundary: int) -> Pin | None:
+        """Pin what a request needs to go on at `boundary`, and note the hit; None if some of it is not here.
+
+        Args:
+            hashes: of the prompt's chunks. local: tokens that the engine has itself.
+        """
+        units = [
+            UnitKey(hashes[chunk], kind)
+            for kind, pieces in self._by_kind().items()
+            for chunk in pieces.chunks_needed(boundary, local)
+        ]
+        chunks = self._tier.pin_hit(units, self._full_units(hashes[: local // self.chunk_size]))
+        return None if chunks is None else Pin(chunks)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; idempotent."""
+        self._tier.unpin(pin.take())
+
+    def loads_of(self, loads: Sequence[Load]) -> list[list[KeyedSlots | None]]:
+        """For each group what it loads of each request, or None."""
+        return [
+            [pieces.load(load, load.tables[number]) for load in loads]
+            for number, pieces in enumerate(self._pieces)
+        ]
+
+    def stores_of(self, stores: Sequence[Store]) -> list[list[KeyedSlots]]:
+        """For each group what it stores: only as much as there is room for, of all kinds."""
+        if not stores:
+            return [[] for _ in self._pieces]
+        fitting = self._room.fit(stores)
+        found = [
+            [pieces.store(store, store.tables[number]) for store in fitting]
+            for number, pieces in enumerate(self._pieces)
+        ]
+        return [[keyed for keyed in own if keyed is not None] for own in found]
+
+    def load_now(self, loads: Sequence[Load]) -> list[bool]:
+        """Load all layers, in front of the current stream's next work; whether all of each load is queued."""
+        done = [True] * len(loads)
+        for engine, wanted in zip(self.engines, self.loads_of(loads), strict=True):
+            asked = {i: keyed for i, keyed in enumerate(wanted) if keyed is not None}
+            if asked:
+                retrieval = engine.retrieval([*asked.values()], sync=False)
+                retrieval.open()
+                for i, mask in zip(asked, retrieval.finish(), strict=True):
+                    done[i] &= is_all_loaded(asked[i], int(mask.sum()))
+        return done
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        return all(engine.flush(deadline - time.monotonic()) for engine in self.engines)
+
+    def wait_for_memory(self, timeout_s: float) -> bool:
+        """As CacheEngine's, for the memory of all."""
+        return self.engines[0].wait_for_memory(timeout_s)
+
+    def counts(self) -> dict[str, int]:
+        """Totals since the start, of all groups together."""
+        totals: Counter[str] = Counter()
+        for engine in self.engines:
+            totals.update(engine.counts())
+        return dict(totals) | {"chunks_evicted": self._tier.evicted}
+
+    def stats(self) -> dict[str, int]:
+        """`counts`, and what is held now, as CacheEngine.stats. A chunk counts once for each kind."""
+        each = [engine.stats() for engine in self.engines]
+        writes = sum(stats["writes_in_flight"] for stats in each)
+        return each[0] | self.counts() | {"writes_in_flight": writes}
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """As CacheEngine's."""
+        deadline = time.monotonic() + timeout_s
+        for engine in self.engines:
+            engine.close(max(0.0, deadline - time.monotonic()))
+        self._tier.close()
+        self._pool.close()
+
+    def __enter__(self) -> HybridEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _by_kind(self) -> dict[int, Pieces]:
+        """The pieces of one group of each kind that this rank has."""
+        return {group.kind: pieces for group, pieces in zip(self.groups, self._pieces, strict=True)}
+
+    def _full_units(self, hashes: Sequence[bytes]) -> list[UnitKey]:
+        return [UnitKey(chunk, kind) for kind in self._room.full_kinds for chunk in hashes]
+
+    def _connect(self, group: Group, page_bytes: int, platform: Platform) -> PagedConnector:
+        kind = self.kinds[group.kind]
+        slots = 1 if kind.form == "state" else self._piece_tokens[group.kind]
+        config = group_config(self.config, slots, len(self.groups), page_bytes)
+        return open_connector(config, group, kind, page_bytes, platform)
+
+    def _cut(self, number: int, connector: PagedConnector) -> Pieces:
+        group = self.groups[number]
+        kind = self.kinds[group.kind]
+        namespace = namespace_of(group, kind, self.chunk_size, connector.page_format)
+        return Pieces(kind, self.chunk_size, self._piece_tokens[group.kind], namespace, number)
+
+    def _shapes(self) -> dict[int, KindShape]:
+        groups = Counter(group.kind for group in self.groups)
+        return {
+            number: KindShape(
+                groups[number] * len(pieces.namespaces), reach_of(self.kinds[number], self.chunk_size)
+            )
+            for number, pieces in self._by_kind().items()
+        }
+
+    def _unit_pages(self, connectors: Sequence[PagedConnector]) -> dict[int, int]:
+        """Pages that a chunk of each kind takes, in all layers."""
+        pages: Counter[int] = Counter()
+        for group, pieces, connector in zip(self.groups, self._pieces, connectors, strict=True):
+            pages[group.kind] += connector.num_layers * len(pieces.namespaces)
+        return dict(pages)
+
+    def _open(self, number: int, connector: PagedConnector, timeline: Timeline | None) -> CacheEngine:
+        group, pieces = self.groups[number], self._pieces[number]
+        earlier = sum(other.kind == group.kind for other in self.groups[:number])
+        tier = GroupTier(self._tier, group.kind, pieces.namespaces, earlier * len(pieces.namespaces))
+        return CacheEngine(
+            connector.config,
+            group.metadata,
+            connector,
+            timeline=timeline,
+            lock_memory=False,
+            memory=(self._pool, tier),
+        )
+
+    def _describe(self) -> str:
+        kinds = ", ".join(f"{kind.name} ({kind.num_layers} layers)" for kind in self.kinds)
+        return (
+            f"{len(self.groups)} groups of {len(self.kinds)} kinds of caches: {kinds}; host memory: at most "
+            f"{self._pool.capacity_bytes / 2**30:.2f} GiB in pages of {self._pool.page_stride} bytes for all"
+        )
+
+
+def reach_of(kind: Kind, chunk_size: int) -> Reach:
+    """How far before a boundary a request needs a kind."""
+    if kind.form == "full":
+        return Reach(None)
+    return Reach(
+        1 if kind.form == "state" else max(1, -(-(kind.span - 1) // chunk_size)), kind.form == "state"
+    )
+
+
+def is_all_loaded(keyed: KeyedSlots, num_tokens: int) -> bool:
+    """Whether so many tokens are all that were to be loaded."""
+    return num_tokens == int((keyed.slots[keyed.first :] >= 0).sum())

@@ -1,0 +1,260 @@
+"""Which chunks of each kind are in host memory: one order of eviction for all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from lwkv.hybrid.units import Reach, Unit, UnitKey, Units
+from lwkv.platforms.protocol import Int64s
+from lwkv.storage.host_tier import Chunk, PageCounts
+
+
+class KindWatcher(Protocol):
+    """Called for chunks of a kind that become whole and for those that go, in order, under the tier's lock:
+    it must not block."""
+
+    def kept(self, kind: int, hashes: Sequence[bytes]) -> None: ...
+
+    def dropped(self, kind: int, hashes: Sequence[bytes]) -> None: ...
+
+
+class KindShape(NamedTuple):
+    """A kind as host memory sees it: `num_pieces` of all groups make a chunk of it whole."""
+
+    num_pieces: int
+    reach: Reach
+
+
+class Piece(NamedTuple):
+    """A part of a chunk of one kind: of which chunk, and which one of its pieces."""
+
+    unit: UnitKey
+    slot: int
+
+
+class HybridHostTier:
+    """The chunks of all kinds in one pool. Thread-safe.
+
+    A chunk of a kind becomes visible when all of its pieces are here, and goes with all of them. States take
+    at most a share of the pages: above that the state that is of least use goes for a new one.
+
+    Args:
+        pool: counts references to pages.
+        kinds: by number.
+        most_state_pages: that states take together.
+
+    Attributes:
+        evicted: chunks of a kind, so far.
+        watcher: who is called.
+    """
+
+    def __init__(self, pool: PageCounts, kinds: Mapping[int, KindShape], most_state_pages: int) -> None:
+        self._pool = pool
+        self._kinds = kinds
+        self._units = Units({number: kind.reach for number, kind in kinds.items()})
+        self._most_state_pages = most_state_pages
+        self._state_pages = 0
+        self._pages = 0
+        self._pinned_pages = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self.pins = 0
+        self.evicted = 0
+        self.watcher: KindWatcher | None = None
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def contains(self, pieces: Sequence[Piece]) -> list[bool]:
+        with self._lock:
+            return [self._piece(piece) is not None for piece in pieces]
+
+    def are_whole(self, units: Sequence[UnitKey]) -> list[bool]:
+        """Whether all pieces of each are here."""
+        with self._lock:
+            return [self._is_whole(key, self._units.get(key)) for key in units]
+
+    def those_whole(self, units: Sequence[UnitKey]) -> list[UnitKey]:
+        """Those of which all pieces are here."""
+        return [key for key, there in zip(units, self.are_whole(units), strict=True) if there]
+
+    def pin(self, pieces: Sequence[Piece]) -> list[Chunk | None]:
+        """Pin every piece that is here; `unpin` ends it. They do not count as used. None after `close`."""
+        with self._lock:
+            found = [None if self._closed else self._piece(piece) for piece in pieces]
+            self._pin([chunk for chunk in found if chunk is not None])
+            return found
+
+    def pin_hit(self, units: Sequence[UnitKey], used: Sequence[UnitKey]) -> list[Chunk] | None:
+        """Pin all pieces of `units` for a request that goes on with them, or nothing if one is not whole.
+
+        Args:
+            used: units of full attention before, which count as used and are not pinned.
+        """
+        with self._lock:
+            found = [self._units.get(key) for key in units]
+            whole = [unit for unit, key in zip(found, units, strict=True) if self._is_whole(key, unit)]
+            if self._closed or len(whole) < len(units):
+                return None
+            chunks = [chunk for unit in whole if unit is not None for chunk in unit.pieces.values()]
+            self._pin(chunks)
+            self._units.use(units, as_hit=True)
+            self._units.use(used)
+            return chunks
+
+    def use(self, units: Sequence[UnitKey]) -> None:
+        """Note that those that are here are used, and all of full attention before them."""
+        with self._lock:
+            self._units.use(units)
+
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        with self._lock:
+            self._unpin(chunks)
+            dropped = self._drop_all() if self._closed else []
+        self._release(dropped)
+
+    def insert(
+        self, pieces: Sequence[Piece], chunks: Sequence[Chunk], before: Sequence[bytes | None]
+    ) -> None:
+        """Take over pieces with the caller's page references; what is here stays.
+
+        Args:
+            before: the chunk before that of each piece, if it is known.
+        """
+        dropped: list[Chunk] = []
+        with self._lock:
+            new: dict[UnitKey, None] = {}
+            for piece, chunk, parent in zip(pieces, chunks, before, strict=True):
+                if self._closed or self._piece(piece) is not None:
+                    dropped.append(chunk)
+                    continue
+                self._add(piece, chunk, parent)
+                new[piece.unit] = None
+            self._units.use([*new])
+            whole = [key for key in new if self._is_whole(key, self._units.get(key))]
+            self._tell_kept(whole)
+            dropped += self._bound_states(new)
+        self._release(dropped)
+
+    def evictable(self) -> int:
+        """How many pages are in pieces that are not pinned."""
+        return self._pages - self._pinned_pages
+
+    def evict(self, num_pages: int) -> bool:
+        """Free `num_pages` pages or more, in the order of `Units`; none where too few can go."""
+        with self._lock:
+            victims = self._victims(num_pages)
+            if victims is None:
+                return False
+            dropped = self._drop(victims)
+        self._release(dropped)
+        return True
+
+    def close(self) -> None:
+        """Drop everything, what is pinned with its last pin, and keep nothing from now on."""
+        with self._lock:
+            self._closed = True
+            dropped = self._drop_all()
+        self._release(dropped)
+
+    def _piece(self, piece: Piece) -> Chunk | None:
+        unit = self._units.get(piece.unit)
+        return None if unit is None else unit.pieces.get(piece.slot)
+
+    def _is_whole(self, key: UnitKey, unit: Unit | None) -> bool:
+        return unit is not None and len(unit.pieces) == self._kinds[key.kind].num_pieces
+
+    def _pin(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if not chunk.pins:
+                self._pinned_pages += len(chunk.pages)
+            chunk.pins += 1
+        self.pins += len(chunks)
+
+    def _unpin(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.pins -= 1
+            if not chunk.pins:
+                self._pinned_pages -= len(chunk.pages)
+        self.pins -= len(chunks)
+
+    def _add(self, piece: Piece, chunk: Chunk, before: bytes | None) -> None:
+        unit = self._units.get(piece.unit) or self._units.add(piece.unit, before)
+        unit.pieces[piece.slot] = chunk
+        self._pages += len(chunk.pages)
+        if self._kinds[piece.unit.kind].reach.is_state:
+            self._state_pages += len(chunk.pages)
+
+    def _bound_states(self, new: Mapping[UnitKey, None]) -> list[Chunk]:
+        """Drop states until they take no more than their share; those just inserted stay."""
+        if self._state_pages <= self._most_state_pages:
+            return []
+        victims, excess = [], self._state_pages - self._most_state_pages
+        for key in self._units.states():
+            unit = self._units.get(key)
+            if excess > 0 and unit is not None and key not in new and self._can_go(unit):
+                victims.append(key)
+                excess -= unit.num_pages
+        return self._drop(victims)
+
+    def _can_go(self, unit: Unit) -> bool:
+        """Whether nobody has it pinned, or reads its pages."""
+        if unit.is_pinned or not unit.pieces:
+            return False
+        pages = np.concatenate([chunk.pages for chunk in unit.pieces.values()])
+        return not self._pool.shared(pages).any()
+
+    def _victims(self, num_pages: int) -> list[UnitKey] | None:
+        victims: dict[UnitKey, None] = {}
+        for key in self._units:
+            if num_pages <= 0:
+                break
+            for each in self._going_with(key):
+                unit = self._units.get(each)
+                if each not in victims and unit is not None and self._can_go(unit):
+                    victims[each] = None
+                    num_pages -= unit.num_pages
+        return None if num_pages > 0 else [*victims]
+
+    def _going_with(self, key: UnitKey) -> Iterator[UnitKey]:
+        yield key
+        unit = self._units.get(key)
+        if unit is not None and self._can_go(unit):
+            yield from self._units.beside(key)
+
+    def _drop_all(self) -> list[Chunk]:
+        return self._drop([key for key, unit in self._units.items() if not unit.is_pinned])
+
+    def _drop(self, keys: Sequence[UnitKey]) -> list[Chunk]:
+        """Remove units; their pieces."""
+        whole = [key for key in keys if self._is_whole(key, self._units.get(key))]
+        units = [(key, self._units.remove(key)) for key in keys]
+        states = (unit.num_pages for key, unit in units if self._kinds[key.kind].reach.is_state)
+        self._state_pages -= sum(states)
+        self._pages -= sum(unit.num_pages for _, unit in units)
+        self.evicted += len(whole)
+        if self.watcher is not None:
+            for kind, hashes in _by_kind(whole).items():
+                self.watcher.dropped(kind, hashes)
+        return [chunk for _, unit in units for chunk in unit.pieces.values()]
+
+    def _tell_kept(self, keys: Sequence[UnitKey]) -> None:
+        if self.watcher is not None:
+            for kind, hashes in _by_kind(keys).items():
+                self.watcher.kept(kind, hashes)
+
+    def _release(self, chunks: Sequence[Chunk]) -> None:
+        if chunks:
+            pages: Int64s = np.concatenate([chunk.pages for chunk in chunks])
+            self._pool.release(pages)
+
+
+def _by_kind(keys: Sequence[UnitKey]) -> dict[int, list[bytes]]:
+    found: dict[int, list[bytes]] = {}
+    for key in keys:
+        found.setdefault(key.kind, []).append(key.hash)
+    return found
