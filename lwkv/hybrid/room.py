@@ -83,10 +83,10 @@ class Room:
         needed, fitting = {*full}, []
         for store in stores:
             candidates = _Candidates(store, self._pieces, self._tier, self._current(store))
-            counts = range(1, len(store.hashes) + 1)
-            most = bisect_left(
-                counts, True, key=partial(self._is_too_much, candidates=candidates, needed=needed, room=room)
-            )
+            is_too_much = partial(self._is_too_much, candidates=candidates, needed=needed, room=room)
+            most = len(store.hashes)
+            if is_too_much(most):
+                most = bisect_left(range(1, most), True, key=is_too_much)
             fitting.append(candidates.cut(most))
             needed |= candidates.needed(most)
         return fitting
