@@ -5,9 +5,9 @@ process of its own and alone on the device: one without lwkv, and one that blend
 turn. Weights are dummies: the times are those of the shape.
 
 A prompt has `--documents` of `--tokens` each, cached in host memory, and `--question` other tokens. Reported
-are medians in milliseconds, beside a full prefill. For blends also loading alone, and the blend's own
-computing with all loads in place: the larger of the two is what a blend takes at least. Then it says of
-every gate whether it holds.
+are medians in milliseconds, beside a full prefill. For blends also loading alone, and the time to first token
+with all loads in place: the larger of the two is what a blend takes at least. Then it says of every gate
+whether it holds.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class Plan:
 
 def _mean_share(selector: Deviation, num_layers: int) -> float:
     """Of the reused tokens, the part that is computed, as the mean over the layers."""
-    # What is chosen at a layer counts from the next one on.
-    ends = [*(layer + 1 for layer in selector.layers), num_layers]
+    ends = [*selector.layers, num_layers]
     shares = [1.0, *selector.shares]
     starts = [0, *ends[:-1]]
     layers = (share * (b - a) for share, a, b in zip(shares, starts, ends, strict=True))
@@ -142,6 +141,8 @@ class Child:
         before = parts.counts()
         found = Found(ttft_ms=self._ttfts(), rows=rows)
         found.counts = _grown(before, parts.counts())
+        with parts.loads_in_place():
+            found.in_place_ms = self._ttfts()
         self._require_blends(found)
         self._measure_parts(found, parts)
         found.beside_ms[str(rows)] = self._beside(self._prompt)
@@ -289,7 +290,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seconds", type=float, default=6.0, help="with requests that decode")
     options.add_argument("--every", type=float, default=0.25, help="seconds between prompts beside them")
     options.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
-    options.add_argument("--graphs", action="store_true", help="with vLLM's CUDA graphs and compilation")
+    options.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with vLLM's CUDA graphs and compilation, as vllm serve runs",
+    )
     known = list(selectors(0.15, 2))
     options.add_argument(
         "--selectors", type=_names, default=known, help=f"by comma, some of {', '.join(known)}"

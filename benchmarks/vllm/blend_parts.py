@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 
@@ -63,15 +64,33 @@ class Parts:
         _synchronize()
         return 1e3 * (time.perf_counter() - begin)
 
-    def compute(self, order: Any) -> Computing:
-        """A blend whose loads are in place."""
+    @contextmanager
+    def loads_in_place(self) -> Iterator[None]:
+        """Blends that load nothing, as if all that they reuse were in its blocks; answers mean nothing."""
+        worker = self._worker
+        blend = worker._blend
+
+        def compute(order: Any, loads: Any) -> bool:
+            worker._pass(order, self._reuse(order, loads)).run(lambda _: None)
+            return True
+
+        worker._blend = compute
+        try:
+            yield
+        finally:
+            worker._blend = blend
+
+    def _reuse(self, order: Any, loads: Any) -> Any:
         from lwkv.blend.segment_cache import lay_out
         from lwkv.integrations.vllm.blending.worker import _prompt
 
-        worker = self._worker
-        loads = worker._loads(order)
         with_counts = [load.num_tokens - load.request.first for load in loads]
-        reuse = lay_out(_prompt(order, order.end), loads, with_counts)
+        return lay_out(_prompt(order, order.end), loads, with_counts)
+
+    def compute(self, order: Any) -> Computing:
+        """A blend whose loads are in place."""
+        worker = self._worker
+        reuse = self._reuse(order, worker._loads(order))
         _synchronize()
         begin = time.perf_counter()
         with worker._calling():

@@ -156,8 +156,17 @@ def test_rows_that_lwkv_attends_to_give_what_vllms_own_attention_gives(
     assert [module.impl for module in modules] == own
 
 
-@pytest.mark.parametrize("selector", [FirstTokens(), QueryAttention.of(4), QueryAttention(0, 3)])
-def test_what_is_chosen_before_the_first_layer_is_lwkvs_own_choice(
+@pytest.mark.parametrize(
+    "selector",
+    [
+        FirstTokens(),
+        QueryAttention.of(4),
+        QueryAttention(0, 3),
+        Deviation("v", (1,), (0.2,)),
+        Deviation("k", (1, 3), (0.5, 0.2)),
+    ],
+)
+def test_what_is_chosen_is_lwkvs_own_choice(
     engine: Engine, llama: Path, selector: Selector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No others are computed with them.

@@ -37,8 +37,8 @@ class Computed:
 class BlendPass:
     """Computes one prompt up to its last token but for the reused tokens that are not chosen; for one use.
 
-    A layer of the model cannot be cut in two, so what is chosen at a check layer counts from the next layer
-    on: that one is computed for one layer more than in lwkv's own blender.
+    At a check layer K and V of all rows are computed and written; the rest of the layer is computed for those
+    that are chosen.
 
     Args:
         reuse: what is known of the prompt, and reused.
@@ -80,11 +80,11 @@ class BlendPass:
             if not len(self._positions):
                 continue
             share = self._share_at(layer)
-            old = None if share is None else self._cache.read(layer, self._rows())
-            states = self._layers.run(layer, calls, states)
+            if share is not None:
+                calls, states = self._choose(layer, share, calls, states)
+            if len(self._positions):
+                states = self._layers.run(layer, calls, states)
             self._row_layers += len(self._positions)
-            if share is not None and old is not None:
-                calls, states = self._choose(layer, old, share, states)
         return Computed(len(self._positions) - len(self._always), self._row_layers)
 
     def _choose_first(self, wait: Wait) -> None:
@@ -113,20 +113,22 @@ class BlendPass:
         return self._cache.at(self._cache.send(self._reuse.prompt.slots[self._positions]))
 
     def _share_at(self, layer: int) -> float | None:
-        """The share of the reused tokens that goes on behind a check layer; None where all rows do."""
+        """The share of the reused tokens that goes on at a check layer; None where all rows do."""
         checks = self._checks
-        if checks is None or layer not in checks.layers or layer == self._layers.num_layers - 1:
+        if checks is None or layer not in checks.layers:
             return None
         mine, last = checks.shares[checks.layers.index(layer)], checks.shares[-1]
         share = mine * self._share / last if last else self._share
         return share if share < 1 else None
 
     def _choose(
-        self, layer: int, old: tuple[Tensor, Tensor], share: float, states: States
+        self, layer: int, share: float, calls: list[Call], states: States
     ) -> tuple[list[Call], States]:
         """Go on with the rows that are always computed, and those that have changed most."""
         assert self._checks is not None, "others choose before the first layer"
-        scores = self._checks.score(*self._cache.read(layer, self._rows()), *old)
+        new, rows = self._layers.keys_and_values(layer, calls, states), self._rows()
+        scores = self._checks.score(*new, *self._cache.read(layer, rows))
+        self._cache.write(layer, rows, *new)
         kept = self._best(scores, self._budget(share), self._checks.threshold)
         self._keep(kept)
         if not len(kept):

@@ -93,13 +93,13 @@ def asks(settings: Settings) -> bool:
 def full_layers(settings: Settings, num_layers: int) -> int:
     """In how many of the model's layers all reused tokens are computed.
 
-    By deviation, what is chosen at a check layer counts from the next one on. Where a question cannot be
-    asked, deviation chooses.
+    By deviation, all layers in front of the last check layer. Where a question cannot be asked, deviation
+    chooses.
     """
     if settings.blend_selector == "prefix_k":
         return 0
     last = settings.blend_plan[-1][0] if settings.blend_selector == "deviation" else Deviation().layers[-1]
-    return min(last + 1, num_layers)
+    return min(last, num_layers)
 
 
 def _seen(model: Any) -> Any:

@@ -86,8 +86,7 @@ class StartCheck:
             for part in zip(found, wanted, strict=True):
                 self._require_same(what, *part)
         self._check_apart(own)
-        if self._asks:
-            self._check_query()
+        self._check_seen()
         self._check_rope()
 
     def _check_apart(self, own: Tensor) -> None:
@@ -101,20 +100,25 @@ class StartCheck:
             found = self._walk(rows, by_rows=True)
             self._require_near(f"{what}, by lwkv's kernel", found, wanted, allowed)
 
-    def _check_query(self) -> None:
-        """What is seen of each layer's attention explains what it gives: softmax of q k / sqrt(head size)."""
+    def _check_seen(self) -> None:
+        """What is seen of each layer's attention is what is written, and explains what it gives."""
         whole = np.arange(len(self._tokens))
         calls, states = self._layers.calls(whole, self._slots), self._layers.embed(self._tokens)
         for layer in range(self._layers.num_layers):
+            new = self._layers.keys_and_values(layer, calls, states)
             seen = self._layers.run_seen(layer, calls, states)
             states = seen.states
             k, v = self._cache.read(layer, self._at(whole))
-            self._require_near(
-                f"attention of layer {layer} is not plain softmax of q k / sqrt(head size), which "
-                "blend_selector 'query' needs (deviation and prefix_k do not)",
-                *(seen.attended, attend(seen.q, k, v, calls[0].positions)),
-                TOLERANCE.get(k.dtype, 0.0),
-            )
+            for part, written in zip(new, (k, v), strict=True):
+                what = f"keys or values of layer {layer} that its attention gets are not those that it writes"
+                self._require_same(what, part, written)
+            if self._asks:
+                self._require_near(
+                    f"attention of layer {layer} is not plain softmax of q k / sqrt(head size), which "
+                    "blend_selector 'query' needs (deviation and prefix_k do not)",
+                    *(seen.attended, attend(seen.q, k, v, calls[0].positions)),
+                    TOLERANCE.get(k.dtype, 0.0),
+                )
 
     def _check_rope(self) -> None:
         """A key that is moved is the key that the model computes there, in every layer.

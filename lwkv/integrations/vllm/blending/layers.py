@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from lwkv.integrations.vllm.blending.attention_hooks import keys_and_values, run_seen
 from lwkv.integrations.vllm.blending.calls import Call, Seen, States
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, RowMetadata, is_better
 from lwkv.integrations.vllm.blending.runs import Piece, pieces
@@ -103,21 +105,18 @@ class ModelLayers:
 
     def run_seen(self, layer: int, calls: Sequence[Call], states: States) -> Seen:
         """As `run`; gives also what the layer's attention gets, and what it makes of it."""
-        attention: Any = self._attentions[layer]
-        seen: list[tuple[Tensor, Tensor]] = []
+        return run_seen(self._attentions[layer], lambda: self.run(layer, calls, states))
 
-        def note(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], out: Tensor) -> None:
-            seen.append((given[0] if given else named["query"], out))
+    def keys_and_values(self, layer: int, calls: Sequence[Call], states: States) -> tuple[Tensor, Tensor]:
+        """K and V that `run` would write for its rows, (rows, kv heads, head size), and nothing behind them.
 
-        # For these calls only: vLLM's own have been compiled, or are in a graph.
-        hook = attention.register_forward_hook(note, with_kwargs=True)
-        try:
-            states = self.run(layer, calls, states)
-        finally:
-            hook.remove()
-        q, attended = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        heads = attention.num_heads, attention.head_size
-        return Seen(states, q.view(-1, *heads), attended.view(-1, *heads))
+        The states can be used again.
+        """
+        # Kernels add the residual in place.
+        residual = None if states.residual is None else states.residual.clone()
+        own = States(states.hidden.clone(), residual)
+        runs = [partial(self._run, layer, call, own) for call in calls]
+        return keys_and_values(self._attentions[layer], runs)
 
     def finish(self, states: States) -> Tensor:
         """What the model's forward pass returns: (rows, hidden)."""

@@ -36,7 +36,7 @@ class Layers:
         self.unturned: int | None = None
         self.row_attentions: object | None = None
         self.num_by_rows, self.kernel_is_off_by = 0, 1.0
-        self.scaled = 1.0
+        self.scaled = self.other_keys = 1.0
         self.spoils: Callable[[int, Tensor], Tensor] = lambda layer, hidden: hidden
 
     def embed(self, tokens: Int64s) -> States:
@@ -54,6 +54,7 @@ class Layers:
         self._rows.write(layer, self._rows.at(self._rows.send(slots[at])), k, v)
         seen = slots[: int(at[-1]) + 1]
         keys, values = self._rows.read(layer, self._rows.at(self._rows.send(seen)))
+        self.written = k, v
         attended = attend(q, keys, values, torch.from_numpy(at))
         if call.by_rows:
             self.num_by_rows += 1
@@ -61,6 +62,10 @@ class Layers:
         self.seen = q * self.scaled, attended
         hidden = self.model.finish(layer, states.hidden, attended)
         return States(self.spoils(layer, hidden), None)
+
+    def keys_and_values(self, layer: int, calls: Sequence[Call], states: States) -> tuple[Tensor, Tensor]:
+        self.run(layer, calls, states)
+        return self.written[0] * self.other_keys, self.written[1]
 
     def run_seen(self, layer: int, calls: Sequence[Call], states: States) -> Seen:
         return Seen(self.run(layer, calls, states), *self.seen)
@@ -113,6 +118,12 @@ def rig() -> Iterator[Rig]:
 
 def test_a_model_whose_layers_give_what_it_gives_is_taken(rig: Rig) -> None:
     rig.run()
+
+
+def test_keys_that_are_changed_behind_what_is_seen_are_refused(rig: Rig) -> None:
+    rig.layers.other_keys = 1.001
+    with pytest.raises(ConfigError, match="keys or values of layer 0 that its attention gets are not those"):
+        rig.run()
 
 
 def test_a_model_whose_attention_is_plain_can_be_asked(rig: Rig) -> None:

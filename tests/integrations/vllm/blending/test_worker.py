@@ -70,6 +70,12 @@ class ReferenceLayers:
             raise RuntimeError("the device fails")
         return States(torch.cat([self._run(layer, call, states.hidden[call.rows]) for call in calls]))
 
+    def keys_and_values(self, layer: int, calls: Sequence[Any], states: Any) -> tuple[Tensor, Tensor]:
+        at = torch.from_numpy(np.concatenate([call.positions for call in calls]))
+        angles = self._model.angles(at, len(calls[0].slots))
+        _, k, v = self._model.project(layer, states.hidden, angles)
+        return k, v
+
     def run_seen(self, layer: int, calls: Sequence[Any], states: Any) -> Seen:
         self._seen = []
         states = self.run(layer, calls, states)
@@ -173,7 +179,7 @@ def test_nothing_and_everything_computed_again_equal_lwkvs_own_blender(rig: Rig)
 
 
 @pytest.mark.parametrize("rig", [0.3], indirect=True)
-def test_a_share_is_computed_behind_the_check_layer(rig: Rig) -> None:
+def test_a_share_is_computed_from_the_check_layer_on(rig: Rig) -> None:
     rig.encode()
     tokens, request = prompt([1, 2, 0])
     order = order_of(tokens, request, 45)
@@ -183,14 +189,21 @@ def test_a_share_is_computed_behind_the_check_layer(rig: Rig) -> None:
     reused = rig.counters.totals()["blend_tokens_reused"]
     assert round(0.3 * reused) <= chosen < reused
     rows = rig.layers.num_rows - before
-    assert rows == 2 * 45 + (rig.layers.num_layers - 2) * (45 - reused + chosen)
+    assert rows == 45 + (rig.layers.num_layers - 1) * (45 - reused + chosen)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
-@pytest.mark.parametrize("selector", [FirstTokens(), QueryAttention(1, 2), QueryAttention(0, 3)])
-def test_what_is_chosen_before_the_first_layer_equals_lwkvs_own_choice(
-    rig: Rig, selector: Selector, share: float
-) -> None:
+@pytest.mark.parametrize(
+    "selector",
+    [
+        FirstTokens(),
+        QueryAttention(1, 2),
+        QueryAttention(0, 3),
+        Deviation(),
+        Deviation("k", (1, 3), (0.5, 0.3)),
+    ],
+)
+def test_what_is_chosen_equals_lwkvs_own_choice(rig: Rig, selector: Selector, share: float) -> None:
     rig.encode()
     tokens, request = prompt([2, 0, 1])
     end = 46  # of the last document
