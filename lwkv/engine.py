@@ -89,20 +89,13 @@ class CacheEngine:
     ) -> None:
         follow_log_level()
         warn_of_foreign_variables()
-        self.config = config
-        if not connector.layers:
-            raise ConfigError(
-                "the connector has no KV caches: call its register before it is given to an engine"
-            )
-        self.connector = connector
-        self.num_layers = connector.num_layers
+        _require_caches(connector)
+        self.config, self.connector, self.num_layers = config, connector, connector.num_layers
         self._chunking = Chunking(config.chunk_size, config.save_unfull_chunk, connector.tokens_per_row)
         registered = metadata.as_registered([layer.dtype for layer in connector.layers])
         # In the memory of a node ranks find each other's rows: one of them saves what all have.
         self._saves = config.host_memory is None or not registered.is_copy
-        registered = registered if config.host_memory is None else registered.without_copies()
-        names = [layer.name for layer in connector.layers]
-        self.namespace = make_namespace(registered, config.chunk_size, connector.page_format, names)
+        self.namespace = self._namespace_of(registered)
         self._prompt_keys = PromptKeys(self.namespace, self._chunking)
         counters = Counters()
         # Where the host is the device nothing is page-locked, and slabs cost nothing.
@@ -113,12 +106,7 @@ class CacheEngine:
         self._storage = self._make_storage(tiers, counters, use_device, host)
         self.tier_names = self._storage.tier_names
         self._closed = self._ended = False
-        with ExitStack() as undo:
-            undo.callback(self._storage.close, 0)
-            connector.start(self._pool, timeline)
-            undo.callback(connector.stop)
-            self._completions = CompletionThread(counters, use_device)
-            undo.pop_all()
+        self._completions = self._start(timeline, counters, use_device)
         self._parts = BatchContext(
             config, self._prompt_keys.of, self._storage, connector, self._completions, counters
         )
@@ -334,6 +322,25 @@ class CacheEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _namespace_of(self, registered: CacheMetadata) -> str:
+        """What all keys begin with; the same for all ranks that find each other's rows."""
+        config, connector = self.config, self.connector
+        shared = registered if config.host_memory is None else registered.without_copies()
+        names = [layer.name for layer in connector.layers]
+        return make_namespace(shared, config.chunk_size, connector.page_format, names)
+
+    def _start(
+        self, timeline: Timeline | None, counters: Counters, use_device: Callable[[], None]
+    ) -> CompletionThread:
+        """Start what moves layers, and the thread that ends transfers; where that fails, give all back."""
+        with ExitStack() as undo:
+            undo.callback(self._storage.close, 0)
+            self.connector.start(self._pool, timeline)
+            undo.callback(self.connector.stop)
+            completions = CompletionThread(counters, use_device)
+            undo.pop_all()
+        return completions
+
     def _open_host_memory(
         self, counters: Counters, use_device: Callable[[], None]
     ) -> tuple[HostPool, HostChunks | None]:
@@ -416,3 +423,8 @@ class CacheEngine:
             f"{self._pool.capacity_bytes / 2**30:.2f} GiB for {self._storage.most_chunks} chunks of "
             f"{self.config.chunk_size} tokens"
         )
+
+
+def _require_caches(connector: PagedConnector) -> None:
+    if not connector.layers:
+        raise ConfigError("the connector has no KV caches: call its register before it is given to an engine")
