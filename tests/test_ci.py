@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -119,3 +120,5 @@ def test_every_file_is_counted_in_one_part() -> None:
     done = subprocess.run([sys.executable, TREE / "ci" / "count"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "core" in done.stdout
+    assert re.search(r"functions: median [\d.]+ lines, 9\d% under 20", done.stdout)
+    assert re.search(r"modules over 200 lines: \d+ of \d+", done.stdout)
