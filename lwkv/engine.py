@@ -356,7 +356,14 @@ class CacheEngine:
         else:
             timeout_s = config.extra_config.host_memory_timeout_s
             pool, host = open_node_memory(
-                config.host_memory, platform, page_bytes, timeout_s, counters, self._locks_ahead, use_device
+                config.host_memory,
+                platform,
+                page_bytes,
+                timeout_s,
+                counters,
+                self._locks_ahead,
+                use_device,
+                start_gib=config.extra_config.host_memory_gib,
             )
         with ExitStack() as undo:
             undo.callback(pool.close)

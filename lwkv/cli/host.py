@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--huge-pages", action="store_true", help="take huge pages of 2 MiB that the system has set aside"
     )
     parser.add_argument(
+        "--linger",
+        type=float,
+        metavar="S",
+        help="end after so many seconds without any engine (default: go on for ever)",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         default=min(MOST_THREADS, os.cpu_count() or 1),
@@ -41,17 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Own the memory until SIGTERM or SIGINT. Returns 0."""
+    """Own the memory until SIGTERM or SIGINT, or until nobody has used it for --linger. Returns 0."""
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     num_bytes = _whole_bytes(args.size)
     if args.threads < 1:
         raise ConfigError(f"--threads: got {args.threads}; allowed: 1 or more")
+    if args.linger is not None and not args.linger > 0:
+        raise ConfigError(f"--linger: got {args.linger}; allowed: above 0")
     address = Address(args.socket)
     try:
         begun = time.monotonic()
         descriptor = make_memory(num_bytes, args.huge_pages)
         huge_pages = fill(descriptor, num_bytes, args.threads)
-        server = Server(address, Memory(descriptor, num_bytes))
+        server = Server(address, Memory(descriptor, num_bytes), linger_s=args.linger)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         log.info(

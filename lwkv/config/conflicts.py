@@ -116,6 +116,9 @@ def _tiers(config: CheckedSettings) -> Iterator[Conflict]:
     if config.host_memory and not config.local_cpu:
         advice = "what is in the memory of a node is kept there; set local_cpu to true"
         yield ("host_memory", "local_cpu"), advice
+    if config.extra_config.host_memory_gib and not config.host_memory:
+        advice = "it is the size of the owner at that socket; say where, or leave host_memory_gib out"
+        yield ("extra_config.host_memory_gib", "host_memory"), advice
     if config.local_disk and config.max_disk_bytes == 0:
         yield ("local_disk", "max_local_disk_size"), "give the disk tier a size above 0"
     if not (config.local_cpu or config.local_disk or config.remote_url):

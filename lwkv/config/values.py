@@ -207,6 +207,11 @@ class ExtraConfig(BaseModel):
         description="Longest wait for the owner of host_memory; after that nothing is found in it until it "
         "answers.",
     )
+    host_memory_gib: GiB = Field(
+        default=0.0,
+        description="Size of the owner that an engine starts where none listens at host_memory; it ends five "
+        "minutes after its last engine. 0: none is started.",
+    )
     reserve_gib: GiB = Field(
         default=0.0,
         description="Host memory that is page-locked before the engine is created; the rest is locked "

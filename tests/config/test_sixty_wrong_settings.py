@@ -176,6 +176,9 @@ OF_VLLM = [
     wrong({"load_when": True}, "load_when", "True", "cheaper or always"),
     wrong({"prefetch_waiting": "x"}, "prefetch_waiting", "'x'", "true, yes, on, 1, false, no, off or 0"),
     wrong({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy", "'fail'", "mean on_load_failure?"),
+    wrong(
+        {"extra_config": {"host_memory_gib": 2}}, "extra_config.host_memory_gib", "2", "say where, or leave"
+    ),
     wrong({"enable_blending": True, "host_memory": "/s"}, "enable_blending", "True", "leave one of them out"),
     wrong({"blend_shared_prefix": [1.5]}, "blend_shared_prefix", "[1.5]", "null, text, or a list of token"),
     wrong({"save_unfull_chunk": True, "save_decode_cache": True}, "save_unfull_chunk", "True", "to false"),

@@ -23,7 +23,7 @@ def examine_memory(report: Report, config: Config | None) -> None:
     if config is None:
         return
     if config.host_memory is not None:
-        _examine_owner(report, config.host_memory)
+        _examine_owner(report, config.host_memory, config.extra_config.host_memory_gib)
         return
     report.memory["max_local_cpu_size"] = f"{config.max_local_cpu_size:g} GiB, page-locked in the background"
     try:
@@ -34,11 +34,16 @@ def examine_memory(report: Report, config: Config | None) -> None:
         report.advice += [warning] if (warning := warning_of(config, limits)) else []
 
 
-def _examine_owner(report: Report, path: str) -> None:
-    """Show what the owner of `host_memory` has; one that is not there is a fault."""
+def _examine_owner(report: Report, path: str, start_gib: float) -> None:
+    """Show what the owner of `host_memory` has; one that is not there is a fault, if no engine starts it."""
     try:
         found = read_status(path)
     except (ConfigError, NoOwnerError) as error:
+        if start_gib and isinstance(error, NoOwnerError):
+            report.memory[f"host_memory {path}"] = (
+                f"no owner: the first engine starts one of {start_gib:g} GiB"
+            )
+            return
         report.faults.append(
             f"host_memory={path}: {error}; start one with: lwkv host --size GIB --socket {path}"
         )

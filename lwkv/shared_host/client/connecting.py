@@ -13,6 +13,7 @@ import torch
 from lwkv.errors import ConfigError, LwkvError
 from lwkv.shared_host.client.connection import Connection
 from lwkv.shared_host.client.session import Session
+from lwkv.shared_host.client.starting import OwnerStarter
 from lwkv.shared_host.greeting import Hello, Welcome, read, write
 from lwkv.shared_host.mapping import map_memory
 from lwkv.shared_host.memfd import is_sealed
@@ -25,6 +26,9 @@ HELLO_S = 5.0
 
 FIRST_HELLO_S = 60.0
 """The same of whoever starts: the owner may still be taking its memory."""
+
+ENDED_S = 2.0
+"""Seconds that an owner is waited for after the one that was started has ended."""
 
 _MOST_DESCRIPTORS = 16
 
@@ -66,9 +70,17 @@ def connect(
 
 
 def wait_for_owner(
-    path: str, hello: Hello, timeout_s: float, wake: Callable[[], object], patience_s: float
+    path: str,
+    hello: Hello,
+    timeout_s: float,
+    wake: Callable[[], object],
+    patience_s: float,
+    starter: OwnerStarter | None = None,
 ) -> Session:
     """As `connect`, and try again for `patience_s` seconds: the owner may be starting, too.
+
+    Args:
+        starter: starts one where there is none.
 
     Raises:
         ConfigError: it cannot serve this client, or there is none.
@@ -79,10 +91,26 @@ def wait_for_owner(
             return connect(path, hello, timeout_s, wake, FIRST_HELLO_S)
         except NoOwnerError as error:
             if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"host_memory: {error}; start it with: lwkv host --size GIB --socket {path}"
-                ) from error
+                raise ConfigError(f"host_memory: {error}; {_advice(path, starter)}") from error
+        if starter is not None:
+            deadline = _start(starter, deadline)
         time.sleep(0.1)
+
+
+def _start(starter: OwnerStarter, deadline: float) -> float:
+    """Start an owner; until when it is waited for."""
+    try:
+        starter.start()
+    except OSError as error:
+        raise ConfigError(f"host_memory: cannot start an owner: {error}") from error
+    # Another engine's may have been faster, and listens at once.
+    return min(deadline, time.monotonic() + ENDED_S) if starter.has_ended() else deadline
+
+
+def _advice(path: str, starter: OwnerStarter | None) -> str:
+    if starter is None:
+        return f"start it with: lwkv host --size GIB --socket {path}"
+    return f"one was started, and {starter.log_path} says why it does not answer"
 
 
 def _require_own(line: socket.socket, path: str) -> None:

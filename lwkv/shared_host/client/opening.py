@@ -10,12 +10,16 @@ from lwkv.pool.host_pool import page_stride
 from lwkv.shared_host.client.connecting import connect, wait_for_owner
 from lwkv.shared_host.client.keeper import Keeper, Waker
 from lwkv.shared_host.client.pool import NodePool
+from lwkv.shared_host.client.starting import OwnerStarter
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.greeting import Hello
 from lwkv.telemetry.counters import Counters
 
 START_S = 10.0
 """Seconds that an engine waits at its start for an owner that starts, too."""
+
+OWN_START_S = 120.0
+"""The same for an owner that the engine has started itself."""
 
 
 def open_node_memory(
@@ -27,6 +31,7 @@ def open_node_memory(
     locks_ahead: bool = False,
     use_device: Callable[[], object] | None = None,
     patience_s: float = START_S,
+    start_gib: float = 0.0,
 ) -> tuple[NodePool, NodeTier]:
     """Connect to the owner that listens at `path`. Both end with the pool's `close`.
 
@@ -34,12 +39,15 @@ def open_node_memory(
         timeout_s: seconds that a request to the owner may take.
         patience_s: how long there may be none at the start.
         locks_ahead, use_device: see NodePool.
+        start_gib: size of an owner that is started where none listens; 0 for none.
 
     Raises:
         ConfigError: there is no owner, it cannot serve this engine, or the platform cannot use its memory.
     """
     waker, hello = Waker(), Hello(page_stride(page_bytes))
-    session = wait_for_owner(path, hello, timeout_s, waker, patience_s)
+    starter = OwnerStarter(path, start_gib) if start_gib else None
+    patience_s = OWN_START_S if starter is not None else patience_s
+    session = wait_for_owner(path, hello, timeout_s, waker, patience_s, starter)
     try:
         pool = NodePool(platform, page_bytes, session, counters, locks_ahead, use_device)
     except ValueError:

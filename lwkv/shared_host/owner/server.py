@@ -44,9 +44,18 @@ class Server:
     """Serves one memory at one address, on the thread that calls `serve`.
 
     Clients of several sizes of pages share it slab by slab, see Slabs.
+
+    Args:
+        linger_s: seconds without any client after which `serve` returns; None for never.
     """
 
-    def __init__(self, address: Address, memory: Memory, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(
+        self,
+        address: Address,
+        memory: Memory,
+        slab_bytes: int = SLAB_BYTES,
+        linger_s: float | None = None,
+    ) -> None:
         self._address = address
         self._memory = memory
         self._slabs = Slabs(memory.num_bytes, slab_bytes)
@@ -58,14 +67,17 @@ class Server:
         self._wake, self._waker = socket.socketpair()
         self._is_stopped = False
         self._rests_until: float | None = None
+        self._linger_s = linger_s
+        self._alone_since = time.monotonic()
         self._throttle = LogThrottle(log)
 
     def serve(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`, or until nobody has been connected for `linger_s`."""
         self._selector.register(self._address.socket, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
-        while not self._is_stopped:
-            for key, events in self._selector.select(self._accept_again()):
+        while not self._is_stopped and self._linger_left() != 0:
+            waits = [left for left in (self._accept_again(), self._linger_left()) if left is not None]
+            for key, events in self._selector.select(min(waits, default=None)):
                 if isinstance(key.data, Peer):
                     if key.data.is_connected:
                         self._serve(key.data, events)
@@ -105,6 +117,12 @@ class Server:
 
     def _clients(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.client is not None]
+
+    def _linger_left(self) -> float | None:
+        """Seconds until `serve` returns if nobody connects; None where that is not so."""
+        if self._linger_s is None or self._peers:
+            return None
+        return max(0.0, self._alone_since + self._linger_s - time.monotonic())
 
     def _accept_again(self) -> float | None:
         """Take connections again when it is time; else the seconds until then, None where they are taken."""
@@ -248,6 +266,7 @@ class Server:
         if peer not in self._peers:
             return
         self._peers.discard(peer)
+        self._alone_since = time.monotonic()
         self._selector.unregister(peer.process)
         if peer.is_connected:
             self._selector.unregister(peer.socket)

@@ -36,3 +36,11 @@ def test_a_socket_without_an_owner_is_a_fault_with_the_command_that_starts_one(
     [fault] = report.faults
     assert fault.startswith(f"host_memory={path}: no owner of host memory answers")
     assert fault.endswith(f"start one with: lwkv host --size GIB --socket {path}")
+
+
+def test_an_owner_that_an_engine_will_start_is_no_fault(tmp_path: Path) -> None:
+    report = Report({})
+    path = str(tmp_path / "host.sock")
+    examine_memory(report, Config(host_memory=path, extra_config={"host_memory_gib": 2.5}))
+    assert report.faults == []
+    assert report.memory[f"host_memory {path}"] == "no owner: the first engine starts one of 2.5 GiB"

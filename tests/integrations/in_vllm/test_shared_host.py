@@ -17,7 +17,7 @@ def test_what_one_engine_stores_is_a_hit_of_the_other_and_of_one_that_starts_whe
 ) -> None:
     path = tmp_path / "host.sock"
     settings = with_lwkv(host_memory=str(path), extra_config={"host_memory_timeout_s": 30.0})
-    with owner_at(path, 16384) as owner:
+    with owner_at(path, 2048, stride=32768) as owner:
         first = Elsewhere(llama, enable_prefix_caching=False, **settings)
         second = Elsewhere(llama, enable_prefix_caching=False, **settings)
         try:
