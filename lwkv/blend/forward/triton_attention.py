@@ -12,19 +12,21 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _look(
-    q, k, v, best, total, seen, places, start, stop, key_step, value_step, position, num_keys,
+    q, k, v, best, total, seen, places, start, stop, key_step, value_step, position,
     table, key_block_step, value_block_step, scale,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Let a tile of rows see the keys [start, stop), a multiple of KEYS unless MASKED.
+    """Let a tile of rows see the keys [start, stop), a multiple of KEYS unless MASKED; no other is read.
+
+    What is behind `stop` may be anything, NaN too, and 0 times NaN is NaN.
 
     With a BLOCK, key i is row `i % BLOCK` of the block `table[i // BLOCK]`.
     """
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)
-        inside = (key < num_keys)[:, None] & places[None, :] if MASKED else places[None, :]
+        inside = (key < stop)[:, None] & places[None, :] if MASKED else places[None, :]
         if BLOCK > 0:
-            mask = key < num_keys if MASKED else key >= 0
+            mask = key < stop if MASKED else key >= 0
             block = tl.load(table + key // BLOCK, mask=mask, other=0).to(tl.int64)
             row = (key % BLOCK).to(tl.int64)
             key_place, value_place = block * key_block_step, block * value_block_step
@@ -45,9 +47,9 @@ def _look(
     return best, total, seen
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys"])
+@triton.jit(do_not_specialize=["num_rows"])
 def attend_rows(
-    q, k, v, out, positions, num_rows, num_keys, row_step, head_step, key_step, key_head_step,
+    q, k, v, out, positions, num_rows, row_step, head_step, key_step, key_head_step,
     value_step, value_head_step, table, key_block_step, value_block_step, scale,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISE: tl.constexpr,
@@ -70,11 +72,11 @@ def attend_rows(
     total = tl.zeros([ROWS], tl.float32)
     seen = tl.zeros([ROWS, WIDTH], tl.float32)
     best, total, seen = _look(
-        mine, k, v, best, total, seen, places, 0, whole, key_step, value_step, position, num_keys,
+        mine, k, v, best, total, seen, places, 0, whole, key_step, value_step, position,
         table, key_block_step, value_block_step, scale, BLOCK, False, KEYS, PRECISE,
     )  # fmt: skip
     best, total, seen = _look(
-        mine, k, v, best, total, seen, places, whole, last + 1, key_step, value_step, position, num_keys,
+        mine, k, v, best, total, seen, places, whole, last + 1, key_step, value_step, position,
         table, key_block_step, value_block_step, scale, BLOCK, True, KEYS, PRECISE,
     )  # fmt: skip
     place = (row.to(tl.int64)[:, None] * tl.num_programs(1) + head) * SIZE + element[None, :]
@@ -85,7 +87,7 @@ def attend_rows(
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """As `lwkv.blend.forward.attention.attend`; heads without gaps between elements, no float64."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(q, k, v, positions, out, len(k), positions, (0, 0, 0), q.shape[2] ** -0.5)
+    _launch(q, k, v, positions, out, positions, (0, 0, 0), q.shape[2] ** -0.5)
     return out
 
 
@@ -94,20 +96,17 @@ def attend_paged(
     scale: float, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `lwkv.blend.forward.attention.attend_paged`; float64 is not supported."""
-    num_keys = len(blocks) * k.shape[1]
-    _launch(
-        q, k[0], v[0], positions, out, num_keys, blocks, (k.shape[1], k.stride(0), v.stride(0)), scale
-    )  # fmt: skip
+    _launch(q, k[0], v[0], positions, out, blocks, (k.shape[1], k.stride(0), v.stride(0)), scale)
 
 
 def _launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, out: torch.Tensor,
-    num_keys: int, blocks: torch.Tensor, paging: tuple[int, int, int], scale: float,
+    blocks: torch.Tensor, paging: tuple[int, int, int], scale: float,
 ) -> None:  # fmt: skip
     (num_rows, heads, size), rows, keys = q.shape, 64, 64
     block, key_block_step, value_block_step = paging
     attend_rows[(triton.cdiv(num_rows, rows), heads)](
-        q, k, v, out, positions, num_rows, num_keys, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        q, k, v, out, positions, num_rows, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), blocks, key_block_step, value_block_step, scale * LOG2_E,
         BLOCK=block, GROUP=heads // k.shape[1], SIZE=size, WIDTH=max(triton.next_power_of_2(size), 16),
         ROWS=rows, KEYS=keys, PRECISE="ieee" if q.dtype == torch.float32 else "tf32",
