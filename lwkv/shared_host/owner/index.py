@@ -242,14 +242,15 @@ class NodeIndex:
         chunks = [Chunk(numbers[start:end]) for start, end in zip(starts, ends, strict=True)]
         known = self.tier.contains(names)
         self.tier.insert(names, chunks, before)
-        self._note_slabs([key for key, there in zip(names, known, strict=True) if not there])
+        self._note_slabs([key for key, there in zip(names, known, strict=True) if not there], bool(beside))
         self._use_slabs(names)
 
-    def _note_slabs(self, keys: Sequence[ChunkKey]) -> None:
-        """Note where chunks are that are new."""
+    def _note_slabs(self, keys: Sequence[ChunkKey], have_spills: bool) -> None:
+        """Note where chunks are that are new; whether pages may be beside theirs."""
         for key in dict.fromkeys(keys) if self._slabs is not None else ():
             pages = self.tier.pages_of(key)
-            pages = _joined([pages, *self.pages.spills_of(pages).values()])
+            if have_spills:
+                pages = _joined([pages, *self.pages.spills_of(pages).values()])
             self._chunk_slabs.add(key, (pages // self._span).tolist())
 
     def _require_new(self, pages: Int64s, beside: Mapping[int, Int64s]) -> None:
