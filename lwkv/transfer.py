@@ -177,9 +177,12 @@ class CheckedRequest:
     def new_chunks(self) -> npt.NDArray[np.bool_]:
         """Chunks that can be stored: not wholly in the masked part, and with a slot for every token."""
         ends = np.cumsum(self.chunk_tokens)
-        without = np.cumsum(np.append(0, self.slots == NO_SLOT))
-        with_slots: npt.NDArray[np.bool_] = without[ends] == without[ends - self.chunk_tokens]
-        return (ends > self.first) & with_slots
+        computed: npt.NDArray[np.bool_] = ends > self.first
+        lacks_slot = self.slots == NO_SLOT
+        if lacks_slot.any():
+            without = np.cumsum(np.append(0, lacks_slot))
+            computed &= without[ends] == without[ends - self.chunk_tokens]
+        return computed
 
     def _on_device(self, start: int, num_tokens: int) -> torch.Tensor | None:
         return None if self.device_slots is None else self.device_slots[start : start + num_tokens]

@@ -193,6 +193,9 @@ class WatchedCoder(TorchLossless):
     def whole(self, heads: Any) -> Any:
         return super().whole(heads) & self._shrinks
 
+    def fits(self, headers: Any) -> Any:
+        return super().fits(headers) & self._shrinks
+
     def _spans(self, raw: Tensor, coded: Tensor, num_pages: int) -> tuple[Spans, Spans]:
         self._races.keep(raw, coded)
         sizes = num_pages * self.raw_bytes, num_pages * self.page_bytes

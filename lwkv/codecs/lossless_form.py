@@ -92,13 +92,18 @@ class LosslessForm:
         words = [*MAGIC, VERSION, self.rows, self.width, escapes]
         return words + [0] * (HEADER_BYTES // 4 - len(words))
 
+    def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
+        """As Coder's: the header is this form's, and there is room for the escapes."""
+        words = np.ascontiguousarray(headers).view("<i4")
+        escapes = words[:, 5]
+        right = ((words == self._header) | self._is_count).all(axis=1)
+        return np.asarray(right & (escapes >= 0) & (escapes <= self.capacity), bool)
+
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
-        """As Coder's: the header is this form's, and escapes are counted in order and have room."""
+        """As Coder's: besides, escapes are counted in order."""
         words = np.ascontiguousarray(heads).view("<i4")
-        header, starts = words[:, : HEADER_BYTES // 4], words[:, HEADER_BYTES // 4 :]
-        escapes = header[:, 5]
-        right = ((header == self._header) | self._is_count).all(axis=1)
-        right &= (escapes >= 0) & (escapes <= self.capacity) & (starts[:, 0] == 0)
+        escapes, starts = words[:, 5], words[:, HEADER_BYTES // 4 :]
+        right = self.fits(heads[:, :HEADER_BYTES]) & (starts[:, 0] == 0)
         # Without a sign, a step down is larger than any step up.
         steps = (starts[:, 1:] - starts[:, :-1]).view(np.uint32)
         right &= steps.max(axis=1) <= GROUP * self.width

@@ -25,3 +25,16 @@ class PageCheck:
         if coder is None:
             return np.ones(len(pages), bool)
         return coder.whole(self._pool.heads(pages, coder.head_bytes))
+
+    def fits(self, layers: range, pages: Int64s) -> Flags:
+        """Which of `pages`, int64 (layers, chunks), that were coded here could be: bool (layers, chunks).
+
+        Layers of one form are looked at together: at the end of a store, somebody waits for this.
+        """
+        found = np.ones(pages.shape, bool)
+        coders = [self._coders[layer] for layer in layers]
+        for coder in {id(coder): coder for coder in coders if coder is not None}.values():
+            rows = [row for row, other in enumerate(coders) if other is coder]
+            headers = self._pool.heads(pages[rows].ravel(), coder.header_bytes)
+            found[rows] = coder.fits(headers).reshape(len(rows), -1)
+        return found

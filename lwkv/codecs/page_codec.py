@@ -34,12 +34,14 @@ class Coder(Protocol):
     Attributes:
         raw_bytes, page_bytes: of a raw and of a coded page.
         head_bytes: at the beginning of a coded page, what `whole` looks at.
+        header_bytes: of these the first, what `fits` looks at.
     """
 
     takes_handles: bool
     raw_bytes: int
     page_bytes: int
     head_bytes: int
+    header_bytes: int
 
     def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
         """Write coded pages; the same raw bytes give the same coded bytes on every device."""
@@ -53,6 +55,10 @@ class Coder(Protocol):
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
         """Which pages can be decoded, bool (pages,), by their first bytes, uint8 (pages, head_bytes), on the
         host: False for one that the codec could not code, and for one that is no page of this form."""
+
+    def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
+        """The same of pages that `encode` has just written, where the rest need not be looked at, by their
+        headers alone, uint8 (pages, header_bytes)."""
 
 
 class PagedCoder(Protocol):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lwkv.codecs.lossless_form import ESCAPE, FARTHEST, GROUP, ZERO, LosslessForm
+from lwkv.codecs.lossless_form import ESCAPE, FARTHEST, GROUP, HEADER_BYTES, ZERO, LosslessForm
 from lwkv.codecs.page_codec import Flags, PagedCoder
 from lwkv.layouts.paged_layer import PagedLayer
 
@@ -25,6 +25,7 @@ class TorchLossless:
     def __init__(self, form: LosslessForm) -> None:
         self._form = form
         self.raw_bytes, self.page_bytes, self.head_bytes = form.raw_bytes, form.page_bytes, form.head_bytes
+        self.header_bytes = HEADER_BYTES
         self._pages_at_a_time = max(1, MOST_ELEMENTS // (form.rows * form.width))
 
     @torch.inference_mode()
@@ -42,6 +43,9 @@ class TorchLossless:
 
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
         return self._form.whole(heads)
+
+    def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
+        return self._form.fits(headers)
 
     def _pairs(self, raw: Tensor, coded: Tensor, num_pages: int) -> list[tuple[Tensor, Tensor]]:
         """The same pages of both, [pages, bytes] each, some at a time."""

@@ -35,6 +35,7 @@ class Load:
         stream: the current one of the batch's last step.
         is_ordered: whether kernels wait for whoever used the blocks before.
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.
+        waited_for: the event that was waited for last, and the stream that waits.
     """
 
     lane: Lane
@@ -45,6 +46,7 @@ class Load:
     stream: Stream = None
     is_ordered: bool = False
     not_waited_for: Event | None = None
+    waited_for: tuple[Event, Stream] | None = None
 
 
 LoadT = TypeVar("LoadT", bound=Load)
@@ -136,7 +138,11 @@ class Loader(ABC, Generic[LoadT]):
         if event is None:
             raise RuntimeError(f"layer {layer} is waited for but was never queued")
         load.stream = self._platform.current_stream(self._device)
+        waited_for = event, load.stream
+        if waited_for == load.waited_for:
+            return  # layers that came together have one event
         self._let_wait(load.stream, event)
+        load.waited_for = waited_for
         if event is load.not_waited_for:
             load.not_waited_for = None
 

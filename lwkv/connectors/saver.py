@@ -37,7 +37,7 @@ class Save:
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
         num_before: how many layers are behind `before_last`, all of their copies being before it.
         before_last: behind all copies but the last one; None as long as there is one copy or none.
-        coded: by layer, which of its pages could be coded, bool (chunks,), once that was looked at.
+        coded: which pages of the first layers could be coded, bool (layers, chunks), once looked at.
         spilled: layers whose raw pages are kept beside the coded ones.
     """
 
@@ -51,7 +51,7 @@ class Save:
     last: StagingBuffer | None = None
     before_last: Event | None = None
     num_before: int = 0
-    coded: dict[int, Flags] = field(default_factory=dict)
+    coded: list[Flags] = field(default_factory=list)
     spilled: frozenset[int] = frozenset()
 
 
@@ -156,14 +156,15 @@ class Saver:
         A codec cannot code every page; that is known when its bytes are in host memory. Such a chunk is not,
         unless its raw pages were kept as well: `keep_raw` sees to that for the next ones.
         """
-        whole = np.ones(save.pages.shape[1], bool)
-        for layer in range(len(self._layers)) if save.plan.is_coded else ():
-            coded = self._coded(save, layer)
-            self._uncodable = self._uncodable - {layer} if coded.all() else self._uncodable | {layer}
-            if layer in save.spilled:
-                self._pool.drop_spill(save.pages[layer][coded])
-            else:
-                whole &= coded
+        if not save.plan.is_coded:
+            return np.ones(save.pages.shape[1], bool)
+        self._look(save, len(self._layers))
+        coded = np.concatenate(save.coded)
+        self._uncodable = frozenset(np.flatnonzero(~coded.all(axis=1)).tolist())
+        for layer in save.spilled:
+            self._pool.drop_spill(save.pages[layer][coded[layer]])
+        coded[list(save.spilled)] = True
+        whole: Flags = np.logical_and.reduce(coded, axis=0)
         if not whole.all():
             self._throttle.warn(
                 "%d of %d chunks are not stored: the KV of a layer does not shrink, as page_codec=%s needs. "
@@ -177,14 +178,12 @@ class Saver:
     def _look_early(self, save: Save, before_last: Event) -> None:
         """Look at the pages that are there while the last ones are on their way."""
         self._platform.d2h_fence(save.lane.copies, before_last)
-        for layer in range(save.num_before):
-            self._coded(save, layer)
+        self._look(save, save.num_before)
 
-    def _coded(self, save: Save, layer: int) -> Flags:
-        """Which pages of a layer, whose bytes are in host memory, could be coded."""
-        if layer not in save.coded:
-            save.coded[layer] = self._check.whole(layer, save.pages[layer])
-        return save.coded[layer]
+    def _look(self, save: Save, stop: int) -> None:
+        """Find out which pages of layers up to `stop`, whose bytes are in host memory, could be coded."""
+        layers = range(sum(map(len, save.coded)), stop)
+        save.coded.append(self._check.fits(layers, save.pages[layers.start : layers.stop]))
 
     def _queue_save(self, save: Save, layers: range) -> None:
         """Queue layers that share a staging buffer."""
@@ -193,7 +192,7 @@ class Saver:
         spanned = layers if self._timeline.is_on else ()
         recordings = [self._timeline.span("save", layer, lane.kernels) for layer in spanned]
         for number, piece in enumerate(save.plan.slices(sources[0])):
-            batch, buffer = save.plan.copy(layers, number, sources[0], pages), lane.next_to_fill()
+            buffer = lane.next_to_fill()
             if save.plan.is_coded:
                 self._gather_coded(save, layers, buffer.memory, number, piece)
             else:
@@ -202,6 +201,8 @@ class Saver:
             self._mark_before(save, layers.start)
             save.last = buffer
             lane.pass_on(buffer)
+            # Worked out behind the kernels, which run meanwhile.
+            batch = save.plan.copy(layers, number, sources[0], pages)
             self._platform.save_batch(buffer.memory, batch, lane.copies)
             lane.take_back(buffer)
         for recording in recordings:

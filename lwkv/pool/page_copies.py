@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ class PageCopies:
 
     A batch has the first `sizes[i]` bytes of page `pages[j, i]`, for every layer j of it, at
     `(j - first) * chunks * device_stride + i * device_stride` of the buffer. Neighbouring full pages of a
-    layer are one run where both sides are contiguous.
+    layer are one run where both sides are contiguous; so are layers of one run each that follow each other.
 
     Args:
         pages: int64 (layers, chunks), chunks > 0. sizes: int64 (chunks,), bytes.
@@ -49,10 +50,14 @@ class PageCopies:
         self._layer_bytes = pages.shape[1] * device_stride
         self._sizes = np.add.reduceat(sizes[None].repeat(len(pages), axis=0).ravel(), first)
         self._ends = [0, *starts.sum(axis=1).cumsum().tolist()]
+        self._span, self._pages = slabs.span, pages
+        self._may_join = slabs.page_stride == device_stride == sizes[-1]
 
     def batch(self, first: int, last: int) -> CopyBatch:
         """The copies of layers [first, last), which share a buffer."""
         run = slice(self._ends[first], self._ends[last])
+        if last - first > 1 and self._may_join and all(self._follow[first : last - 1]):
+            return self._one_run(run.start, last - first)
         # Stable: pages are loaded from only after the host has seen their last save end.
         return CopyBatch(
             self._memory,
@@ -63,3 +68,20 @@ class PageCopies:
             self._sizes[run],
             stable=True,
         )
+
+    @cached_property
+    def _follow(self) -> list[bool]:
+        """For each layer but the last: whether it and the next one are one run each, and neighbours."""
+        pages, ends = self._pages, np.array(self._ends)
+        is_one_run = np.diff(ends) == 1
+        first, last = pages[1:, 0], pages[:-1, -1]
+        follows = (first - last == 1) & (first % self._span != 0) & is_one_run[1:] & is_one_run[:-1]
+        found: list[bool] = follows.tolist()
+        return found
+
+    def _one_run(self, run: int, num_layers: int) -> CopyBatch:
+        """The copy of so many layers that are one run, which begins with this one."""
+        place = slice(run, run + 1)
+        slabs, offsets, addresses = self._slab_of[place], self._offsets[place], self._addresses[place]
+        start, size = np.zeros(1, np.int64), np.array([num_layers * self._layer_bytes])
+        return CopyBatch(self._memory, slabs, offsets, addresses, start, size, stable=True)

@@ -242,14 +242,18 @@ class HostTier:
         return victims
 
     def _evictable(self) -> Iterator[ChunkKey]:
-        in_order = ((key, self._chunks[key]) for key in self._order)
-        unpinned = (item for item in in_order if not item[1].pins)
+        chunks = self._chunks
+        unpinned = (key for key in self._order if not chunks[key].pins)
         # Many at a time: the pool is asked, and its lock taken, once for all of them.
         while some := list(islice(unpinned, CHUNKS_AT_A_TIME)):
-            starts = [0, *accumulate(len(chunk.pages) for _, chunk in some[:-1])]
-            shared = self._pool.shared(np.concatenate([chunk.pages for _, chunk in some]))
+            pages = [chunks[key].pages for key in some]
+            shared = self._pool.shared(np.concatenate(pages))
+            if not shared.any():
+                yield from some
+                continue
+            starts = [0, *accumulate(map(len, pages[:-1]))]
             is_read = np.logical_or.reduceat(shared, starts)
-            yield from (key for (key, _), read in zip(some, is_read, strict=True) if not read)
+            yield from (key for key, read in zip(some, is_read, strict=True) if not read)
 
     def _take_unpinned(self) -> list[Int64s]:
         return self._take([key for key, chunk in self._chunks.items() if not chunk.pins])

@@ -64,7 +64,8 @@ class PrefixOrder(Generic[Key]):
         self._move_to_end(reversed(keys))
         given = set(keys)
         for key in keys:
-            if self._parents.get(key) not in given:
+            parent = self._parents.get(key)
+            if parent is not None and parent not in given:
                 self._move_to_end(self.before(key))
 
     def parent(self, key: Key) -> Key | None:
@@ -99,7 +100,8 @@ class PrefixOrder(Generic[Key]):
             self._children[parent].discard(key)
             if not self._children[parent]:
                 del self._children[parent]
-        if not was_orphan:
+        # Evicted from their end, chunks have none behind them.
+        if not was_orphan and key in self._children:
             self._orphan(self.behind(key))
 
     def evict_first(self, key: Key) -> None:
@@ -125,7 +127,7 @@ class PrefixOrder(Generic[Key]):
         lacks_one = parent is not None and (parent not in self._parents or parent in self._orphans)
         if lacks_one:
             self._orphan([key] if is_new else [key, *self.behind(key)])
-        elif is_new:
+        elif is_new and key in self._children:
             for chunk in self.behind(key):
                 self._orphans.pop(chunk, None)
 

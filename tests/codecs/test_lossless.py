@@ -99,6 +99,7 @@ def test_every_coder_writes_the_same_bytes_and_gives_the_same_back(
     coded, back = (tensor.cpu() for tensor in found)
     assert [page.numpy().tobytes() for page in coded] == [reference(form, page[None]) for page in raw]
     fits = coder.whole(coded[:, : form.head_bytes].numpy())
+    assert (coder.fits(coded[:, : coder.header_bytes].numpy()) == fits).all()
     assert torch.equal(back[torch.from_numpy(fits)], raw[torch.from_numpy(fits)])
     assert fits.all() or kind != "like a model's"
 
@@ -116,6 +117,7 @@ def test_a_page_with_too_many_escapes_says_so(
     run(lambda: found.append(encoded(coder, raw)))
     heads = found[0][:, : form.head_bytes].cpu().numpy()
     assert coder.whole(heads).tolist() == [False, True]
+    assert coder.fits(heads[:, : coder.header_bytes]).tolist() == [False, True]
     assert heads.view("<i4")[:, 5].tolist() == [15 * 1024, 15]
     # It is never decoded; if it were, nothing beside its own page is written.
     run(lambda: found.append(decoded(coder, found[0])))
@@ -131,6 +133,7 @@ def test_pages_that_are_not_of_the_form_are_not_whole() -> None:
         bad = good.copy()
         bad.view("<i4")[0, at] += 1 << 20
         assert not coder.whole(bad).any(), f"word {at}"
+        assert coder.fits(bad[:, : coder.header_bytes]).all() == (at >= coder.header_bytes // 4), f"word {at}"
     assert not coder.whole(np.zeros_like(good)).any()
     assert not coder.whole(np.full_like(good, 255)).any()
     assert not TorchLossless(LosslessForm(70, 14)).whole(good).any()

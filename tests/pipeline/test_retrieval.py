@@ -120,3 +120,36 @@ def test_one_that_is_dropped_gives_everything_back_at_once(engine: CacheEngine, 
         require_rest(engine)
     finally:
         gc.enable()
+
+
+def test_layers_that_came_together_are_waited_for_once_by_each_stream(
+    platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, oracle = 12, Oracle(platform, device, dims=Dims(layers=12))
+    with oracle.engine(8, staging_bytes=4 * 4 * 3 * oracle.page_bytes(8)) as engine:
+        oracle.compute(TOKENS, FROM)
+        engine.store(TOKENS, slot_mapping=FROM)
+        assert engine.flush()
+        loader, waits = engine.connector.loader, list[Any]()
+        let_wait = loader._let_wait
+
+        def noted(stream: Any, event: Any) -> None:
+            waits.append((stream, event))
+            let_wait(stream, event)
+
+        monkeypatch.setattr(loader, "_let_wait", noted)
+        retrieval = engine.retrieval([Request(TOKENS, INTO)])
+        retrieval.open()
+        retrieval.advance(layers)
+        load, other = retrieval._load, platform.new_stream(device)
+        assert load is not None
+        events = list(dict.fromkeys(load.arrived))
+        assert len(events) < layers
+        assert [event for _, event in waits] == events
+        with platform.use_stream(other):
+            loader.wait_layer(load, layers - 1)
+            loader.wait_layer(load, layers - 1)
+        assert waits[len(events) :] == [(other, events[-1])]
+        loader.wait_layer(load, layers - 1)
+        oracle.expect(TOKENS, INTO, retrieval.finish()[0])
+        oracle.check()

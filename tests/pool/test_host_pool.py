@@ -403,6 +403,22 @@ def test_layers_whose_pages_neighbour_differently_have_runs_of_their_own() -> No
     ]
 
 
+def test_layers_that_follow_each_other_are_copied_as_one_where_they_share_a_buffer() -> None:
+    pool = make_pool(24, page_bytes=4096)
+    taken(pool, 24)
+    # Slabs of three pages: 6 begins one.
+    pages = np.array([[3], [4], [5], [6], [7], [16]], np.int64)
+    copies = PageCopies(pool.slabs, pages, np.full(1, 4096), 4096)
+    assert runs_of(copies.batch(0, 3)) == [(0, 3, 3 * 4096)]
+    assert runs_of(copies.batch(1, 3)) == [(0, 4, 2 * 4096)]
+    assert runs_of(copies.batch(2, 4)) == [(0, 5, 4096), (4096, 6, 4096)], "a slab ends between them"
+    assert runs_of(copies.batch(4, 6)) == [(0, 7, 4096), (4096, 16, 4096)]
+    partial = PageCopies(pool.slabs, pages, np.full(1, 7), 4096)
+    assert runs_of(partial.batch(0, 2)) == [(0, 3, 7), (4096, 4, 7)]
+    apart = PageCopies(pool.slabs, np.array([[3, 5], [6, 7]], np.int64), np.full(2, 4096), 4096)
+    assert len(runs_of(apart.batch(0, 2))) == 3
+
+
 def test_a_batch_outlives_the_growth_of_its_pool() -> None:
     pool = make_pool(6, page_bytes=4096)
     pages = taken(pool, 3)

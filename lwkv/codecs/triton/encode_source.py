@@ -31,6 +31,22 @@ def _load_raw(
 
 
 @triton.jit
+def _load_cached(
+    places, slots, pages_a_layer, cache_rows, page, tile, row, known,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """The words of a tile from where the engine keeps them: zeros where there are none."""
+    source, there = locate_in_cache(
+        places, slots, pages_a_layer, cache_rows, page, tile, row,
+        ROWS, COLUMNS, EACH, PARTS, HEADS, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, ALIGNMENT,
+    )  # fmt: skip
+    return tl.load(source, mask=known & there[:, None], other=0)
+
+
+@triton.jit
 def _encode_tile(
     word, coded, halves, words, page, tile, row, place, known,
     GROUPS: tl.constexpr, PAGE: tl.constexpr, TOPS: tl.constexpr, CODES: tl.constexpr, SIGNS: tl.constexpr,
@@ -77,11 +93,10 @@ def encode_from_cache(
     """As `encode`, of rows that are where the engine keeps them."""
     tile, page = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, place, known = locate_tile(tile, PAIRS, COLUMNS, GROUPS, EACH)
-    source, there = locate_in_cache(
-        places, slots, pages_a_layer, cache_rows, page, tile, row,
+    word = _load_cached(
+        places, slots, pages_a_layer, cache_rows, page, tile, row, known,
         ROWS, COLUMNS, EACH, PARTS, HEADS, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, ALIGNMENT,
     )  # fmt: skip
-    word = tl.load(source, mask=known & there[:, None], other=0)
     _encode_tile(
         word, coded, halves, words, page, tile, row, place, known, GROUPS, PAGE, TOPS, CODES, SIGNS, EACH
     )
@@ -157,9 +172,8 @@ def collect_from_cache(
     first, after = count_escapes(words, page, tile, GROUPS, PAGE, EACH)
     if after > first:
         row, place, known = locate_tile(tile, PAIRS, COLUMNS, GROUPS, EACH)
-        source, there = locate_in_cache(
-            places, slots, pages_a_layer, cache_rows, page, tile, row,
+        word = _load_cached(
+            places, slots, pages_a_layer, cache_rows, page, tile, row, known,
             ROWS, COLUMNS, EACH, PARTS, HEADS, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, ALIGNMENT,
         )  # fmt: skip
-        word = tl.load(source, mask=known & there[:, None], other=0)
         _collect_tile(word, coded, page, place, known, first, PAGE, CODES, ESCAPES)

@@ -11,7 +11,7 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from lwkv.codecs.lossless_form import GROUP, MAGIC, VERSION, LosslessForm
+from lwkv.codecs.lossless_form import GROUP, HEADER_BYTES, MAGIC, VERSION, LosslessForm
 from lwkv.codecs.page_codec import Flags, PagedCoder
 from lwkv.codecs.triton import decode_source, encode_source
 from lwkv.codecs.triton.launch import Kernel, Pointer
@@ -99,6 +99,7 @@ class TritonLossless:
     def __init__(self, form: LosslessForm, tuning: Tuning = Tuning()) -> None:  # noqa: B008
         self._form, self._tuning = form, tuning
         self.raw_bytes, self.page_bytes, self.head_bytes = form.raw_bytes, form.page_bytes, form.head_bytes
+        self.header_bytes = HEADER_BYTES
         self.takes_handles = is_callable_compiled(decode_source.decode)
         kernels = decode_source.decode, encode_source.encode, encode_source.collect
         self._kernels = Kernels(form, tuning, kernels, [RAW], most_rows=form.groups * GROUP)
@@ -115,6 +116,9 @@ class TritonLossless:
 
     def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
         return self._form.whole(heads)
+
+    def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
+        return self._form.fits(headers)
 
 
 class PagedLossless:
