@@ -22,8 +22,9 @@ from typing import Any
 from lwkv.benchmarks.measuring.owner import owner_of
 from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
 from lwkv.benchmarks.vllm.conversations import Conversations, Conversed
-from lwkv.benchmarks.vllm_conversations import Finding, Plan, faults, table
-from lwkv.benchmarks.vllm_serving import Engine, engine_arguments, write_result
+from lwkv.benchmarks.vllm.engines import Engine, engine_arguments
+from lwkv.benchmarks.vllm_conversations import Plan
+from lwkv.benchmarks.vllm_serving import Finding, faults, write_result
 from lwkv.benchmarks.vllm_ttft import write_model
 from lwkv.platforms import detect_platform
 
@@ -71,7 +72,7 @@ def measure(pair: Pair) -> list[Finding]:
             for each in pair.rounds():
                 found = list(threads.map(Engine.converse, both, each))
                 _add(conversed, found)
-            findings.append(Finding(mode, max(engine.start_s for engine in both), conversed))
+            findings.append(Finding(mode, max(engine.start_s for engine in both), {}, conversed))
     return findings
 
 
@@ -138,7 +139,7 @@ def main() -> int:
     shape = SHAPES[args.shape]
     shape = replace(shape, block_size=args.block_size or shape.block_size)
     findings = measure(Pair(shape, plan, args.devices.split(","), args.in_host))
-    return write_result(args.output, findings, faults(findings), table(findings))
+    return write_result(args.output, findings, faults(findings, plan))
 
 
 if __name__ == "__main__":

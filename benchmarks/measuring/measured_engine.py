@@ -149,12 +149,12 @@ class MeasuredEngine:
 def _config(shape: Shape, num_tokens: int, prompts: int, settings: Mapping[str, Any]) -> Config:
     page = -(-shape.chunk_size * shape.token_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
     gib = prompts * shape.num_layers * (num_tokens // shape.chunk_size) * page / 2**30
+    extra = {"reserve_gib": gib} | dict(settings.get("extra_config", {}))
     return Config(
         chunk_size=shape.chunk_size,
         use_layerwise=True,
         max_local_cpu_size=gib,
-        extra_config={"reserve_gib": gib},
-        **settings,
+        **dict(settings) | {"extra_config": extra},
     )
 
 

@@ -84,7 +84,7 @@ def _measure_both(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
 
     def both() -> None:
         stored[0] = measured.new_prompt()
-        for _ in _alternate(measured, kept, stored[0]):
+        for _ in alternate(measured, kept, stored[0]):
             pass
         measured.flush()
 
@@ -92,7 +92,7 @@ def _measure_both(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
     return ms, measured.places_agree() and _arrived(measured, stored[0])
 
 
-def _alternate(measured: MeasuredEngine, kept: Slots, new: Slots) -> Iterator[None]:
+def alternate(measured: MeasuredEngine, kept: Slots, new: Slots) -> Iterator[None]:
     """Load one prompt and store another, a layer of each in turn."""
     loading = measured.engine.retrieve_layer(kept, slot_mapping=measured.target, sync=False)
     storing = measured.engine.store_layer(new, slot_mapping=measured.source)

@@ -67,6 +67,10 @@ class Conversed:
     first_tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
+    def first_by_turn(self) -> dict[tuple[int, int], int]:
+        """The first token of each turn's answer."""
+        return dict(zip(self.turns, self.first_tokens, strict=True))
+
 
 class Serves(Protocol):
     """An engine that is stepped: `vllm_load.Server`."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,20 +10,18 @@ import pytest
 from lwkv.benchmarks.measuring.shapes import TINY
 from lwkv.benchmarks.throttled.remote import installed_in
 from lwkv.benchmarks.vllm.conversations import Conversations, Conversed, Conversing
+from lwkv.benchmarks.vllm.engines import MODES, engine_arguments, parse_modes
 from lwkv.benchmarks.vllm.load import Load, Served, Server
-from lwkv.benchmarks.vllm_conversations import Finding as ConversationFinding
 from lwkv.benchmarks.vllm_conversations import Plan as ConversationPlan
-from lwkv.benchmarks.vllm_conversations import faults as conversation_faults
-from lwkv.benchmarks.vllm_conversations import table as conversation_table
 from lwkv.benchmarks.vllm_pair import Pair
-from lwkv.benchmarks.vllm_serving import Finding, Plan, engine_arguments, faults, table
+from lwkv.benchmarks.vllm_serving import Finding, Plan, faults, serve_in_turns
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.storage import TierSetup
 from lwkv.storage.registry import examine_tier, open_tiers
 from lwkv.telemetry.counters import Counters
 
-PLAN = Plan((1, 2), seconds=0.4, every_s=0.1, prefix=64, suffix=8)
+PLAN = Plan((1, 2), seconds=0.4, every_s=0.1, prefix=64, suffix=8, alone=3, alone_suffix=16)
 
 
 class Stepped:
@@ -96,6 +95,8 @@ def test_the_engines_get_what_they_are_named_after() -> None:
 
     assert "kv_transfer_config" not in settings("plain")
     assert settings("native")["kv_offloading_size"] > 1
+    assert settings("lwkv-lossless")["page_codec"] == "lossless"
+    assert "page_codec" not in settings("lwkv")
     assert settings("lwkv-bulk")["use_layerwise"] is False
     assert settings("lwkv-disk")["local_disk"] == "disk"
     assert settings("lwkv")["max_local_cpu_size"] > 1
@@ -124,10 +125,11 @@ def test_conversations_take_turns_that_grow_and_none_answers_two_at_once(engine:
 
 def test_other_first_tokens_of_a_turn_are_a_fault() -> None:
     one = Conversed([(0, 0), (0, 1)], [5.0, 3.0], [0, 20], [20, 28], [7, 8], 2.0)
+    same = Conversed([(0, 1), (0, 0)], [5.0, 3.0], [0, 20], [20, 28], [8, 7], 2.0)
     other = Conversed([(0, 1), (0, 0)], [5.0, 3.0], [0, 20], [20, 28], [8, 9], 2.0)
-    found = [ConversationFinding("plain", 1.0, one), ConversationFinding("lwkv", 1.0, other)]
-    assert conversation_faults(found) == ["lwkv: first tokens differ from those of plain"]
-    assert conversation_table(found).splitlines()[2] == "| plain | 3.0 | 3.0 | 0.42 | 1.00 |"
+    plan = ConversationPlan(Conversations(1, 2, 20, 8, 1, 1), 0.3)
+    found = [Finding(mode, 1.0, {}, each) for mode, each in zip(MODES, (one, same, other), strict=False)]
+    assert faults(found, plan) == [f"{MODES[2]}, conversations: first tokens differ from those of {MODES[0]}"]
 
 
 def test_the_throttled_store_is_found_as_a_tier_and_is_one_for_all_that_open_it(
@@ -144,19 +146,64 @@ def test_the_throttled_store_is_found_as_a_tier_and_is_one_for_all_that_open_it(
         open_tiers(TierSetup(Config(remote_url="throttled://fast"), 2, 64, "raw", Counters()))
 
 
-def served(first_tokens: list[int], cached: int) -> list[Served]:
+def served(first_tokens: list[int], cached: int) -> dict[str, Served]:
     beside = Served([1.0] * 3, [2.0] * 3, 1.0, 6, [cached] * 3, first_tokens, [3.0] * 3)
-    return [Served([], [1.0], 1.0, 1), Served([], [1.0], 1.0, 1), beside]
+    return {"decode 1": Served([], [1.0], 1.0, 1), "beside": beside}
 
 
 def test_tokens_that_differ_and_prompts_that_were_not_cached_are_faults() -> None:
     plain, good = Finding("plain", 1.0, served([1, 2, 3], 0)), Finding("lwkv", 1.0, served([3, 1, 2], 64))
-    assert faults([plain, good], PLAN) == []
+    slow = Finding("lwkv-100", 1.0, served([1, 2, 3], 0))
+    assert faults([plain, good, slow], PLAN) == [], "what a slow tier has may be computed"
     assert faults([plain, Finding("lwkv", 1.0, served([1, 2, 4], 32))], PLAN) == [
-        "lwkv: 3 of 3 prompts were not cached",
-        "lwkv: first tokens differ from those of plain",
+        "lwkv, beside: 3 of 3 prompts were not cached",
+        "lwkv, beside: first tokens differ from those of plain",
     ]
-    assert "| lwkv | 1.0 | 1.00 | 1.00 | 3, 3 | 1.0 |" in table([plain, good], PLAN)
+
+
+def test_every_load_goes_to_all_engines_before_the_next_one() -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def engine(mode: str) -> Any:
+        def note(load: Any) -> Any:
+            asked.append((mode, load))
+            return Served() if isinstance(load, Load) else Conversed()
+
+        return SimpleNamespace(mode=mode, start_s=2.0, serve=note, converse=note)
+
+    talks = Conversations(1, 2, 20, 8, 1, 1)
+    plan = replace(PLAN, conversations=talks)
+    findings = serve_in_turns([engine("plain"), engine("lwkv")], plan)
+    loads = [*plan.loads().values(), talks]
+    assert asked == [(mode, load) for load in loads for mode in ("plain", "lwkv")]
+    assert [list(finding.served) for finding in findings] == [list(plan.loads())] * 2
+    assert all(finding.conversed is not None for finding in findings)
+
+
+def test_an_engine_has_room_for_each_load_and_no_document_comes_in_two_of_them() -> None:
+    loads = PLAN.loads()
+    assert list(loads) == ["decode 1", "decode 2", "alone", "beside"]
+    assert [len(load.documents()) for load in loads.values()] == [0, 0, 3, 4]
+    assert not set(loads["alone"].documents()) & set(loads["beside"].documents())
+    assert PLAN.tokens_cached == 4 * (64 + 8)
+    assert PLAN.longest >= 64 + 16
+    talks = replace(PLAN, conversations=Conversations(9, 2, 200, 8, 4, 2))
+    assert talks.longest >= 212
+    assert talks.tokens_cached == 9 * 212
+    assert talks.tokens_in_gpu >= 3 * 212
+
+
+def test_what_is_computed_before_has_the_prefix_and_other_new_tokens() -> None:
+    load = PLAN.loads()["alone"]
+    before, after = (prompt(500).tokens(1000) for prompt in (load.prepared, load.prompt))
+    assert before[:64] == after[:64]
+    assert before[64:] != after[64:]
+
+
+def test_an_engine_of_another_name_is_refused_with_the_names_there_are() -> None:
+    assert parse_modes("lwkv,plain") == ["lwkv", "plain"]
+    with pytest.raises(ConfigError, match="'lwvk'; allowed: plain, native"):
+        parse_modes("plain,lwvk")
 
 
 def test_each_turn_is_answered_by_one_engine_of_a_pair_and_by_the_same_in_both_modes() -> None:

@@ -12,7 +12,16 @@ import pytest
 
 from lwkv.cli import main as cli
 
-MODULES = ("blend_quality", "sglang_ttft", "vllm_scheduler", "vllm_serving", "vllm_ttft")
+MODULES = (
+    "blend_quality",
+    "move_trace",
+    "sglang_ttft",
+    "vllm_conversations",
+    "vllm_report",
+    "vllm_scheduler",
+    "vllm_serving",
+    "vllm_ttft",
+)
 
 
 class _ShownError(Exception):
