@@ -14,7 +14,7 @@ import torch
 
 from lwkv.platforms.host_memory import HUGE_BYTES, ask_for_huge_pages, give
 
-GIVE_BYTES = 128 << 20
+GIVE_BYTES = 32 << 20
 """What one thread has the system give at a time."""
 
 _NO_ACCESS, _FIXED, _NO_RESERVE = 0, 0x10, 0x4000  # of linux/mman.h

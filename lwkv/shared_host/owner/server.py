@@ -75,6 +75,7 @@ class Server:
         """Serve until `stop`, or until nobody has been connected for `linger_s`."""
         self._selector.register(self._address.socket, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
+        self._alone_since = time.monotonic()
         while not self._is_stopped and self._linger_left() != 0:
             waits = [left for left in (self._accept_again(), self._linger_left()) if left is not None]
             for key, events in self._selector.select(min(waits, default=None)):
