@@ -18,6 +18,7 @@ from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.blending.bring_up import make_blend_worker, make_planner
+from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.integrations.vllm.blending.refusals import refuse
 from lwkv.integrations.vllm.logs import log_as_vllm
 from lwkv.integrations.vllm.orders import StepOrders
@@ -275,7 +276,7 @@ def _make_worker(
     if settings.enable_blending:
         with ExitStack() as undo:
             undo.callback(engine.close)  # for a model that is refused
-            blending = make_blend_worker(engine, settings, vllm_config, kv_cache_config)
+            blending = make_blend_worker(engine, settings, vllm_config, kv_cache_config, Ranks(tp))
             undo.pop_all()
     drafts = draft_layers(vllm_config, caches)
     return WorkerSide(engine, rank.number, block_size, drafts, fails, blending=blending)

@@ -45,6 +45,7 @@ class BlendPass:
         selector: chooses which of the reused tokens are computed.
         share: of the reused tokens, the part to compute again in the last layers.
         question: what asks; for selectors by attention.
+        total: gives scores of rows, float32 (rows,), summed over all ranks that have some of the heads.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class BlendPass:
         selector: Selector,
         share: float,
         question: Question | None = None,
+        total: Callable[[Tensor], Tensor] = lambda scores: scores,
     ) -> None:
         self._layers, self._cache, self._reuse = layers, cache, reuse
         self._selector, self._share, self._question = selector, share, question
+        self._total = total
         self._reused = len(reuse.candidates)
         self._always = reuse.always
         chooses = self._reused > 0 and share > 0
@@ -140,6 +143,7 @@ class BlendPass:
 
     def _best(self, scores: Tensor, budget: int, threshold: float | None = None) -> Int64s:
         """The numbers of the rows that are always computed, and of so many others with the highest scores."""
+        scores = self._total(scores)
         always = np.isin(self._positions, self._always)
         on_device = self._cache.send(always.astype(np.int64)).bool()
         if threshold is not None:

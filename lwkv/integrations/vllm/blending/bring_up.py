@@ -17,6 +17,7 @@ from lwkv.integrations.vllm.blending.model_finder import loaded_model
 from lwkv.integrations.vllm.blending.plan import BlendSizes
 from lwkv.integrations.vllm.blending.planner import BlendPlanner
 from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
+from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.integrations.vllm.blending.refusals import refuse_backend
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
 from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
@@ -60,7 +61,7 @@ def make_planner(settings: Settings, vllm_config: Any, group: Any, parts: LookUp
 
 
 def make_blend_worker(
-    engine: CacheEngine, settings: Settings, vllm_config: Any, kv_cache_config: Any
+    engine: CacheEngine, settings: Settings, vllm_config: Any, kv_cache_config: Any, ranks: Ranks
 ) -> BlendWorker:
     """A worker's half, for the model that vLLM has loaded in this process.
 
@@ -82,7 +83,7 @@ def make_blend_worker(
         *(type(model).__name__, settings.blend_plan[-1][1], selector, len(segments.shared_prefix)),
     )
     share = settings.blend_plan[-1][1]
-    return BlendWorker(segments, layers, selector, share, block_size, engine.parts().counters)
+    return BlendWorker(segments, layers, selector, share, block_size, engine.parts().counters, ranks)
 
 
 def asks(settings: Settings) -> bool:

@@ -241,6 +241,8 @@ class BlendPlanner:
             return self._tiers.waits(name)
         if not self._tiers.has_looked_up(prompt.chunks):
             return True
+        if not prompt.chunks.below:
+            return False
         plan = self._plan(prompt, num_local, num_exact, with_lower_tiers=True)
         return plan is not None and self._tiers.bring(name, prompt.chunks, plan)
 

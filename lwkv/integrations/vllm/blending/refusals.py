@@ -45,14 +45,16 @@ def _of_version(version: str) -> Iterator[str]:
 
 def _of_parallel(parallel: Any) -> Iterator[str]:
     for name in (
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
         if getattr(parallel, name, 1) > 1:
-            yield f"{name} is {getattr(parallel, name)}, and blending works on one device"
+            yield f"{name} is {getattr(parallel, name)}; only tensor parallelism was tried"
+    ranks = getattr(parallel, "tensor_parallel_size", 1)
+    if ranks > 1 and getattr(parallel, "enable_expert_parallel", False):
+        yield "experts are spread over ranks (enable_expert_parallel)"
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
         yield "a step's tokens are computed in parts (enable_dbo)"
 

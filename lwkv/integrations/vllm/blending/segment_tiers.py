@@ -99,7 +99,7 @@ class SegmentTiers:
         It waits as long as for its exact prefix, for both together.
         """
         most = self._most_chunks()
-        wanted = list(self._wanted(chunks, plan)) if chunks.below and most else []
+        wanted = self._wanted(chunks, plan) if most else []
         if all(self._index.has(keys, chunk) for keys, *span in wanted for chunk in range(*span)):
             return False
         since = self._waiting.since(request_id)

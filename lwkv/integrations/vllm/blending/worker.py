@@ -19,6 +19,7 @@ from lwkv.integrations.vllm.blending.blend_pass import BlendPass, Computed
 from lwkv.integrations.vllm.blending.calls import Layers
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.question import Question
+from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.keys import ChunkKey
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -36,6 +37,7 @@ class BlendWorker:
         selector: chooses the tokens to compute again.
         share: of the reused tokens, the part to compute again.
         block_size: tokens of a block.
+        ranks: that compute the same prompt, each with some of its heads.
 
     Attributes:
         is_running: whether vLLM's layers are being called from here: hooks around them have nothing to do.
@@ -49,11 +51,13 @@ class BlendWorker:
         share: float,
         block_size: int,
         counters: Counters,
+        ranks: Ranks | None = None,
     ) -> None:
         self._segments, self._layers = segments, layers
         self.selector, self.share = selector, share
         self._block_size = block_size
         self._counters = counters
+        self._ranks = ranks or Ranks()
         self._rows = PagedRows(segments.connector)
         self._throttle = LogThrottle(log)
         self.is_running = False
@@ -92,6 +96,8 @@ class BlendWorker:
                 try:
                     self._encode(order)
                 except DEVICE_FAILURES:
+                    if self._ranks.are_several:
+                        raise  # others are within a layer, and wait: as in vLLM's own pass
                     self._counters.add("blend_failures")
                     log.exception("a segment cannot be encoded: it is computed with each prompt")
 
@@ -111,6 +117,8 @@ class BlendWorker:
                 try:
                     arrived = self._blend(order, loads)
                 except DEVICE_FAILURES:
+                    if self._ranks.are_several:
+                        raise  # others are within a layer, and wait: as in vLLM's own pass
                     log.exception("a prompt cannot be blended")
                     arrived = False
             if not arrived:
@@ -139,7 +147,8 @@ class BlendWorker:
         # No step waits for a tier below because of a segment, which was brought from there if it was in time.
         segments = range(len(loads) - len(order.segments), len(loads))
         with closing(self._segments.retrieval(loads, in_host=segments)) as retrieval:
-            reuse = lay_out(prompt, loads, retrieval.hold())
+            # A rank that lacks a chunk computes its tokens, and so do the others.
+            reuse = lay_out(prompt, loads, self._ranks.least(retrieval.hold()))
             computation = self._pass(order, reuse)
             promised = retrieval.open()
             # A layer is waited for when the one behind it is queued.
@@ -162,7 +171,8 @@ class BlendWorker:
                 # The step has not all of it, as where a long prompt is computed in parts.
                 self._counters.add("blend_questions_missing")
                 selector = Deviation()
-        return BlendPass(self._layers, self._rows, reuse, selector, self.share, question)
+        given = self._layers, self._rows, reuse, selector, self.share, question
+        return BlendPass(*given, total=self._ranks.total)
 
     def _loads(self, order: BlendOrder) -> list[SegmentLoad]:
         whole = _prompt(order, len(order.tokens))

@@ -53,12 +53,14 @@ def test_a_plain_engine_is_taken() -> None:
         refuse(*engine(), version)
     refuse(*engine(cache__cache_dtype="float32"), "0.32.0")
     refuse(*engine(offload_config=UNIFIED), "0.32.0")
+    refuse(*engine(parallel__tensor_parallel_size=2), "0.32.0")
+    refuse(*engine(parallel__enable_expert_parallel=True), "0.32.0")
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"parallel__tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"parallel__tensor_parallel_size": 2, "parallel__enable_expert_parallel": True}, "expert"),
         ({"parallel__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"parallel__data_parallel_size": 2}, "data_parallel_size is 2"),
         ({"parallel__decode_context_parallel_size": 2}, "decode_context_parallel_size"),

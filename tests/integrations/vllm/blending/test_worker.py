@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.integrations.vllm.blending.calls import Layers, Seen
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
+from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.integrations.vllm.blending.runs import pieces
 from lwkv.integrations.vllm.blending.worker import BlendWorker, question_of
 from lwkv.platforms.protocol import Int64s
@@ -97,7 +100,9 @@ class ReferenceLayers:
 class Rig:
     """A worker's half and lwkv's own blender on one engine."""
 
-    def __init__(self, selector: Selector, share: float, tiers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, selector: Selector, share: float, tiers: Sequence[Any] = (), ranks: Ranks | None = None
+    ) -> None:
         device = torch.device("cpu")
         self.bench = Bench(small_shape(4), device, tiers=tiers)
         self.blender = self.bench.blender(NoTokens(), share=0.0)
@@ -106,7 +111,7 @@ class Rig:
         self.layers = ReferenceLayers(self.bench, self.rows)
         self.counters = Counters()
         layers: Layers = self.layers
-        self.worker = BlendWorker(self.segments, layers, selector, share, BLOCK, self.counters)
+        self.worker = BlendWorker(self.segments, layers, selector, share, BLOCK, self.counters, ranks)
 
     def run(self, blends: Sequence[BlendOrder] = (), encodes: Sequence[EncodeOrder] = ()) -> set[int]:
         self.worker.begin_step(blends, encodes)
@@ -358,3 +363,97 @@ def test_an_order_is_carried_out_once(rig: Rig) -> None:
     rig.worker.blend(())
     rig.worker.encode()
     assert rig.layers.num_rows == rows
+
+
+class TwoRanks(Ranks):
+    """One of two ranks in threads of this process, which both have the whole model."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, given: dict[int, Any]) -> None:
+        super().__init__()
+        self._rank, self._barrier, self._given = rank, barrier, given
+
+    @property
+    def are_several(self) -> bool:
+        return True
+
+    def total(self, scores: Tensor) -> Tensor:
+        return torch.stack(self._gathered(scores)).sum(0)
+
+    def least(self, counts: Sequence[int]) -> list[int]:
+        return [min(pair) for pair in zip(*self._gathered(counts), strict=True)]
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        self._given[self._rank] = mine
+        self._barrier.wait(60)
+        both = [self._given[0], self._given[1]]
+        self._barrier.wait(60)
+        return both
+
+
+def two_ranks(selector: Selector, share: float) -> list[Rig]:
+    barrier, given = threading.Barrier(2), dict[int, Any]()
+    return [Rig(selector, share, ranks=TwoRanks(rank, barrier, given)) for rank in range(2)]
+
+
+def run_both(rigs: Sequence[Rig], order: BlendOrder) -> list[set[int]]:
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rig: rig.run([order]), rigs))
+
+
+@pytest.mark.parametrize("selector", [Deviation("v", (1,), (0.3,)), FirstTokens(), QueryAttention(1, 2)])
+def test_ranks_compute_the_same_rows_where_one_has_lost_a_chunk(selector: Selector) -> None:
+    rigs = two_ranks(selector, 0.3)
+    for rig in rigs:
+        rig.encode()
+    host = rigs[1].bench.engine.parts().storage.host
+    lost = rigs[1].segments.keys(DOCUMENTS[0])[0]
+    host._order.evict_first(lost)
+    assert host.evict(rigs[1].layers.num_layers)
+    assert host.contains([lost]) == [False]
+    tokens, request = prompt([2, 0, 1])
+    order = asked_order(tokens, request, 46)
+    before = [rig.layers.num_rows for rig in rigs]
+    assert run_both(rigs, order) == [set(), set()]
+    rows = [rig.layers.num_rows - first for rig, first in zip(rigs, before, strict=True)]
+    assert rows[0] == rows[1]
+    totals = [rig.counters.totals() for rig in rigs]
+    for name in ("reused", "chosen", "computed"):
+        assert totals[0][f"blend_tokens_{name}"] == totals[1][f"blend_tokens_{name}"]
+    assert_near(rigs[0].kv(order.slots), rigs[1].kv(order.slots))
+    for rig in rigs:
+        rig.bench.close()
+
+
+def test_ranks_compute_to_the_end_where_a_load_fails_on_one() -> None:
+    """It alone says so; vLLM has the prompt computed again on both."""
+    rigs = two_ranks(Deviation("v", (1,), (0.3,)), 0.3)
+    for rig in rigs:
+        rig.encode()
+    loader = rigs[1].segments.connector.in_place
+    load_layer = loader.load_layer
+
+    def fail(load: Any, layer: int, *rest: Any) -> None:
+        if layer == 2 and load.plan.transfer.num_chunks:
+            raise RuntimeError("the device fails")
+        load_layer(load, layer, *rest)
+
+    loader.load_layer = fail  # type: ignore[method-assign]
+    tokens, request = prompt([2, 0, 1])
+    order = order_of(tokens, request, 45)
+    before = [rig.layers.num_rows for rig in rigs]
+    assert run_both(rigs, order) == [set(), set((order.slots // BLOCK).tolist())]
+    rows = [rig.layers.num_rows - first for rig, first in zip(rigs, before, strict=True)]
+    assert rows[0] == rows[1]
+    for rig in rigs:
+        rig.bench.close()
+
+
+def test_a_rank_whose_model_fails_does_not_go_on_without_the_others() -> None:
+    rigs = two_ranks(NoTokens(), 0.0)
+    rigs[1].layers.fails_at = 1
+    order = EncodeOrder(np.array([1, 2, 3]), (), np.arange(6))
+    rigs[1].worker.begin_step([], [order])
+    with pytest.raises(RuntimeError, match="device fails"):
+        rigs[1].worker.encode()
+    for rig in rigs:
+        rig.bench.close()

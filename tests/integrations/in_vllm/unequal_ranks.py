@@ -1,0 +1,47 @@
+"""A connector of which one rank of two loses what the other one has, at different times in a blend."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from lwkv.integrations.vllm.blending.orders import BlendOrder
+from lwkv.integrations.vllm.connector import LWKVConnector
+
+
+class UnequalRanks(LWKVConnector):
+    """Of three blends, rank 1 has lost its chunks at the first one, and its loads fail at the second one."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        if get_tp_group().rank_in_group == 1:
+            assert self._worker is not None
+            self._fail(self._worker.engine, self._worker._blending)
+
+    def _fail(self, engine: Any, blending: Any) -> None:
+        blend, loader = blending._blend, engine.connector.in_place
+        load_layer, blends = loader.load_layer, count()
+        is_failing = False
+
+        def fail_in_turn(order: BlendOrder, loads: Any) -> Any:
+            nonlocal is_failing
+            number = next(blends) % 3
+            if number == 0:
+                host = engine.parts().storage.host
+                assert engine.flush()
+                assert host.evict(host.evictable())
+            is_failing = number == 1
+            try:
+                return blend(order, loads)
+            finally:
+                is_failing = False
+
+        def fail_at_layer_2(load: Any, layer: int, *rest: Any) -> None:
+            if is_failing and layer == 2 and load.plan.transfer.num_chunks:
+                raise RuntimeError("the device fails")
+            load_layer(load, layer, *rest)
+
+        blending._blend, loader.load_layer = fail_in_turn, fail_at_layer_2
