@@ -1,34 +1,106 @@
-"""A long random run of blends with few blocks and little memory: right answers, and nothing left."""
+"""A long random run of blends with few blocks, little memory and tiers that fail: all right, nothing left."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from integrations.in_vllm.faulty_disk import FaultyDisk
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, assert_same, prompt, started
 from integrations.in_vllm.test_blending import Documents, ask, blending, compute_again, count, settle
+from storage.servers import Server, redis_server, running, valkey_program
 
 TURNS = 90
 """With two to six requests each: 300 and more."""
 
 
+class Trouble:
+    """Has a server killed and frozen, and a disk frozen and emptied, now and then, and has them go on."""
+
+    def __init__(self, server: Server, disk: FaultyDisk, seed: int) -> None:
+        self._server, self._disk = server, disk
+        self._random = random.Random(seed)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.done: Counter[str] = Counter()
+
+    def __enter__(self) -> Trouble:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._random.uniform(0.5, 6)):
+            kind = self._random.choice(("server killed", "server frozen", "disk frozen", "disk emptied"))
+            self.done[kind] += 1
+            self._begin(kind)
+            self._end.wait(self._random.uniform(0.1, 4))
+            self._go_on(kind)
+
+    def _begin(self, kind: str) -> None:
+        if kind == "server killed":
+            self._server.kill()
+        elif kind == "server frozen":
+            self._server.freeze()
+        elif kind == "disk frozen":
+            self._disk.freeze()
+        else:
+            self._disk.lose_all()
+
+    def _go_on(self, kind: str) -> None:
+        if kind == "server killed":
+            self._server.start()
+        elif kind == "server frozen":
+            self._server.thaw()
+        self._disk.thaw()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    room = ("--maxmemory", "24mb", "--maxmemory-policy", "volatile-ttl")
+    server = redis_server(valkey_program(), tmp_path / "server", *room)
+    with running(server):
+        yield server
+
+
 def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
-    llama: Path, plain: Elsewhere, tmp_path: Path
+    llama: Path, plain: Elsewhere, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that are blended too, where all of their tokens are computed again.
 
     Requests are preempted, since a batch needs more blocks than there are; chunks are evicted, also without
-    the scheduler's knowledge; requests are aborted; a step has room for parts of prompts only.
+    the scheduler's knowledge; requests are aborted; a step has room for parts of prompts only; tiers are
+    frozen, emptied and killed, at last for good.
     """
-    settings = blending(max_local_cpu_size=0.02, local_disk=str(tmp_path), max_local_disk_size=0.1)
+    folder = tmp_path / "disk"
+    settings = blending(
+        max_local_cpu_size=0.02,
+        local_disk=str(folder),
+        max_local_disk_size=0.1,
+        remote_url=f"valkey://127.0.0.1:{server.port}",
+        load_timeout_s=2,
+    )
     settings |= {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 1200 // BLOCK, "max_num_seqs": 8}
     drawn = random.Random(16)
     known = [prompt(900 + number, drawn.randrange(20, 150)) for number in range(8)]
     heads = [prompt(950 + number, drawn.randrange(4, 120)) for number in range(3)]
     asked_for = 0
-    with started(llama, enable_prefix_caching=True, max_model_len=1024, **settings) as engine:
+    disk = FaultyDisk(folder, monkeypatch)
+    trouble = Trouble(server, disk, seed=17)
+    with started(llama, enable_prefix_caching=True, max_model_len=1024, **settings) as engine, trouble:
         for turn in range(TURNS):
+            if turn == TURNS - 10:
+                trouble.__exit__()
+                server.kill()
+                disk.remove()
             share = drawn.choice([0.0, 0.3, 1.0, 1.0])
             compute_again(engine, share)
             asked = []
@@ -42,7 +114,9 @@ def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
             if drawn.random() < 0.1:
                 engine.forget()
             if drawn.random() < 0.2:
-                engine.evict_all()
+                host = engine.worker.engine.parts().storage.host
+                engine.flush()  # as far as it comes
+                host.evict(host.evictable())
             if drawn.random() < 0.1:
                 extra = {"kv_transfer_params": {"lwkv_segments": asked[0].segments}}
                 engine.abort(asked[0].ids, 1, extra)
@@ -52,9 +126,14 @@ def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
             exact = [n for n, one in enumerate(asked) if share == 1.0 or not one.segments]
             wanted = plain.ask([asked[n].ids for n in exact], max_tokens)
             assert_same([answers[n] for n in exact], wanted)
+        assert not engine.flush(), "the tiers have not got what was stored"
         settle(engine)
         engine.at_rest()
         assert len(engine.scheduler.blending) == 0
         assert count(engine, "requests") > 20
         assert engine.metric("vllm:num_preemptions") > 0
+        assert not engine.scheduler.waiting._loads
+        found = {tier: engine.worker.engine.stats().get(f"{tier}_hits", 0) for tier in ("disk", "valkey")}
+        print(f"\n{asked_for} requests, {trouble.done}, {found}, {engine.worker.engine.stats()}")
+        assert found["disk"], "nothing was brought from below host memory"
     assert asked_for >= 300

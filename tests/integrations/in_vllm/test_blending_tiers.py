@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integrations.in_vllm.faulty_disk import FaultyDisk
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import BLOCK, Engine, assert_same, prompt, started
+from integrations.in_vllm.rig import BLOCK, CHUNK, Engine, assert_same, prompt, started
 from integrations.in_vllm.test_blending import (
     Documents,
     ask,
@@ -54,6 +55,18 @@ def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDisk]:
     disk.thaw()
 
 
+class Moved:
+    """What an engine has counted since."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine.worker.engine
+        self._before = self._engine.stats()
+
+    def since(self, *names: str) -> list[int]:
+        now = self._engine.stats()
+        return [now.get(name, 0) - self._before.get(name, 0) for name in names]
+
+
 def only_on_disk(engine: Engine, parts: list[list[int]]) -> None:
     encode(engine, parts)
     engine.evict_all()
@@ -71,6 +84,46 @@ def test_documents_on_disk_are_blended_and_not_encoded_again(
     assert_same(ask(engine, asked), plain.ask([one.ids for one in asked]))
     assert count(engine, "tokens_reused") - reused > number * (327 - BLOCK)
     assert count(engine, "segments_encoded") == encoded
+
+
+def test_no_more_is_moved_computed_or_stored_than_is_needed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = engine.worker._blending._layers
+    run, rows = layers.run, list[int]()
+
+    def counted(layer: int, calls: Any, states: Any) -> Any:
+        rows.append(len(states.hidden))
+        return run(layer, calls, states)
+
+    monkeypatch.setattr(layers, "run", counted)
+    parts = documents(270, 100, 150, 77)
+    chunk_bytes = engine.worker.engine.num_layers * engine.worker.engine.connector.page_bytes
+    moved = Moved(engine)
+    encode(engine, parts)
+    # Each document once, and the prompt's five full chunks.
+    assert moved.since("tokens_stored", "disk_put_bytes") == [327 + 5 * CHUNK, 12 * chunk_bytes]
+    rows.clear()
+
+    compute_again(engine, 0.3)
+    moved = Moved(engine)
+    ask(engine, [Documents(parts[::-1], prompt(271, 33))])
+    settle(engine)
+    assert moved.since("tokens_stored", "disk_put_bytes", "disk_get_bytes", "blend_tokens_encoded") == [0] * 4
+    names = ("blend_tokens_reused", "blend_tokens_chosen", "blend_tokens_computed", "tokens_retrieved")
+    reused, chosen, always, retrieved = moved.since(*names)
+    # The head, the two gaps, and the documents up to the last block that the last one fills.
+    assert (always, reused, retrieved) == (3 + 2, 320 - 5, 320 - 5)
+    assert rows == [320, *3 * [always + chosen]]
+    assert round(0.3 * reused) <= chosen < 0.5 * reused, "single rows between chosen ones come with them"
+
+    engine.evict_all()
+    engine.ask([prompt(97, 5)], 1)
+    moved = Moved(engine)
+    for number in range(2):
+        ask(engine, [Documents(parts[::-1], prompt(272 + number, 33))])
+    settle(engine)
+    assert moved.since("disk_get_bytes", "disk_put_bytes", "tokens_stored") == [7 * chunk_bytes, 0, 0]
 
 
 def test_a_disk_that_hangs_delays_a_prompt_by_the_deadline_and_no_other_one(
