@@ -227,6 +227,11 @@ class CacheEngine:
         """
         return retrieve_steps(self.retrieval(requests, sync), list)
 
+    @property
+    def saves(self) -> bool:
+        """Whether this engine stores: not where another rank does that for all, whose rows are the same."""
+        return self._saves
+
     def store_batch(self, requests: Sequence[AnyRequest], sync: bool = True) -> Generator[None, None, None]:
         """As `store_layer`, for several requests merged into one transfer a layer."""
         return store_steps(self.storing(requests, sync))

@@ -48,6 +48,8 @@ class CacheLink:
         num_ranks: workers that must answer alike.
         forward_stream: see ModelStreams.
         forgets: whether `reset` makes all that was stored before unfindable.
+        flush_name: what keys have in them after a `reset`, with the number of these. Where ranks find each
+            other's rows it is the same for all; nobody else has it.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class CacheLink:
         num_ranks: int = 1,
         forward_stream: Any = None,
         forgets: bool = True,
+        flush_name: str | None = None,
     ) -> None:
         self.engine = engine
+        self._flush_name, self._num_flushes = flush_name or uuid4().hex, 0
         self.namespace = engine.namespace
         self._forgets = forgets
         self._num_ranks = num_ranks
@@ -135,7 +139,8 @@ class CacheLink:
         self.layer_counter.consumer_index = -1
         if self._forgets:
             # SGLang flushes when it has new weights, and does not say so: nothing of before may be found.
-            self.namespace = f"{self.engine.namespace}.{uuid4().hex}"
+            self._num_flushes += 1
+            self.namespace = f"{self.engine.namespace}.{self._flush_name}.{self._num_flushes}"
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until all that was started is over; False if that takes over `timeout_s` seconds.

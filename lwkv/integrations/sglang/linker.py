@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -48,15 +49,10 @@ class LWKVLinker(UnifiedCacheLinker):
         refuse_components([component.name for component in components])
         settings = read_settings(extra_config, int(params.page_size))
         rank, num_ranks = _rank(params)
+        flush_name = _common_name(params.tp_cache_group) if num_ranks > 1 else None
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         drafts = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
         described = describe(pool, drafts, server_args, rank)
-        if settings.host_memory is not None and num_ranks > 1 and described.metadata.use_mla:
-            # One rank would store for all, and each has names of its own after a flush.
-            raise ConfigError(
-                f"host_memory: got {settings.host_memory!r} with {num_ranks} ranks of a model with MLA, "
-                "which is not supported in SGLang: leave host_memory out, or use one rank"
-            )
         engine = CacheEngine.create(
             settings,
             described.metadata,
@@ -67,7 +63,9 @@ class LWKVLinker(UnifiedCacheLinker):
         )
         wait_for_memory(engine)  # SGLang has captured its graphs by now
         self.forward_stream = forward_stream
-        self.link = CacheLink(engine, described.num_layers, num_ranks, forward_stream, settings.forgets)
+        self.link = CacheLink(
+            engine, described.num_layers, num_ranks, forward_stream, settings.forgets, flush_name
+        )
         self.layer_done_counter = self.link.layer_counter
         self.pools = {PoolName.KV: pool}
         labels = {"model_name": str(server_args.served_model_name), "tp_rank": str(rank.tp)}
@@ -124,3 +122,10 @@ def _rank(params: Any) -> tuple[Rank, int]:
     group = params.attn_tp_cache_group or everybody
     rank = Rank(torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group))
     return rank, torch.distributed.get_world_size(group=everybody)
+
+
+def _common_name(group: Any) -> str:
+    """A name that all ranks of the group get, and nobody else. All of them call it."""
+    names = [uuid4().hex]
+    torch.distributed.broadcast_object_list(names, torch.distributed.get_global_rank(group, 0), group)
+    return names[0]

@@ -65,12 +65,13 @@ class FakeSGLang:
         num_ranks: int = 1,
         forgets: bool = True,
         drafts: int = 0,
+        flush_name: str | None = None,
     ) -> None:
         self.oracle, self.engine, self.platform = oracle, engine, oracle.platform
         self.page = engine.config.chunk_size
         self.stream = stream or self.platform.current_stream(oracle.device)
         self.target_layers = oracle.dims.layers - drafts
-        self.link = CacheLink(engine, self.target_layers, num_ranks, stream, forgets)
+        self.link = CacheLink(engine, self.target_layers, num_ranks, stream, forgets, flush_name)
         self.counter = self.link.layer_counter
         self.free = list(range(oracle.dims.slots // self.page - 1, 0, -1))
         self.tree: OrderedDict[str, int] = OrderedDict()

@@ -135,13 +135,31 @@ def test_what_cannot_work_is_refused(make: Callable[..., Any], changed: dict[str
         make(**changed)
 
 
-def test_memory_of_a_node_is_refused_for_several_ranks_with_the_same_rows(
+def test_ranks_have_the_same_names_after_a_flush(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linker = importlib.import_module(LINKER)
-    monkeypatch.setattr(linker, "_rank", lambda params: (linker.Rank(0, 2), 2))
-    with pytest.raises(ConfigError, match="with 2 ranks of a model with MLA"):
-        make(mla(), settings={"host_memory": "/run/lwkv.sock"})
+    """The first rank's is sent to the others, by way of SGLang's group of them."""
+    linker, sent = importlib.import_module(LINKER), list[str]()
+
+    def broadcast(names: list[str], source: int, group: str) -> None:
+        assert (source, group) == (6, "everybody")
+        sent.append(names[0])
+        names[0] = sent[0]
+
+    monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, rank: {0: 6}[rank], raising=False)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast, raising=False)
+    made = []
+    for rank in range(2):
+        monkeypatch.setattr(linker, "_rank", lambda params, rank=rank: (linker.Rank(rank, 2), 2))
+        made.append(make(mla(), tp_cache_group="everybody"))
+    assert len(set(sent)) == 2
+    for each in made:
+        each.reset()
+    first, second = ({each.link.namespace.split(".", 1)[1] for each in made} for _ in range(2))
+    assert first == second
+    assert len(first) == 1
+    made[0].reset()
+    assert made[0].link.namespace.split(".", 1)[1] not in first
 
 
 def test_calls_go_on_to_the_link(make: Callable[..., Any]) -> None:
