@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shared_host.owners import OwnerThread, session_at
+from shared_host.owners import OwnerThread, owner_at, session_at
 from storage.rig import keys
 
+from lwkv.errors import ConfigError
 from lwkv.platforms.cpu import CPU
 from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.tier import NodeTier
@@ -186,3 +187,36 @@ def test_whatever_is_stored_and_loaded_the_bytes_are_right_and_nothing_is_lost(
         assert index.pages.references == index.state().pages_in_use == in_chunks
         taken = np.concatenate([np.zeros(0, int), *(c.pages for c in index.tier._chunks.values())])
         assert len(set(taken.tolist())) == len(taken)
+
+
+def test_pages_of_an_owner_whose_memory_is_larger_than_a_slab_follow_those_of_one_that_was_smaller(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "host.sock"
+    with owner_at(path, 4), closing(Engine(path, SMALL)) as engine:
+        assert engine.store(1)
+        engine.session.connection.close()
+        engine.session.connection.release()
+        engine.pool.detach()
+        with owner_at(tmp_path / "next.sock", 14):
+            engine.session = session_at(tmp_path / "next.sock")
+            engine.pool.attach(engine.session)
+            pages = engine.pool.allocate(14)
+            assert pages is not None
+            starts = [engine.pool.page(page).data_ptr() for page in pages.tolist()]
+            first = engine.session.memory.data_ptr()
+            assert sorted(starts) == list(range(first, first + 14 * SMALL, SMALL))
+            engine.pool.release(pages)
+            assert engine.store(2)
+            assert engine.load(2)
+
+
+def test_an_owner_whose_slabs_have_another_size_is_refused(tmp_path: Path) -> None:
+    other = OwnerThread(tmp_path / "next.sock", 4 * SLAB, 2 * SLAB)
+    with owner_at(tmp_path / "host.sock", 4), closing(Engine(tmp_path / "host.sock", SMALL)) as engine:
+        engine.pool.detach()
+        session = session_at(tmp_path / "next.sock")
+        with pytest.raises(ConfigError, match="has 16 pages in a slab, the last one had 6"):
+            engine.pool.attach(session)
+        assert session.connection.is_lost
+    other.end()
