@@ -68,7 +68,11 @@ class Config(BaseSettings):
 
     usual_load_streams: ClassVar[int] = 2
 
-    chunk_size: Count = Field(256, description="Tokens of a chunk, the unit of hashing, lookup and eviction.")
+    chunk_size: Count = Field(
+        256,
+        description="Tokens of a chunk, the unit of hashing, lookup and eviction; with several groups of "
+        "caches the nearest multiple of their blocks.",
+    )
     local_cpu: Flag = Field(
         True,
         description="Keep pages in host memory; false: they are only buffered there, on the way to and from "

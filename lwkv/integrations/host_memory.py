@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-
-from lwkv.engine import CacheEngine
+from typing import Protocol
 
 log = logging.getLogger(__name__)
 
@@ -12,7 +11,13 @@ MEMORY_S = 60.0
 """How long an engine's start waits for host memory: about 4 GiB a second are page-locked meanwhile."""
 
 
-def wait_for_memory(engine: CacheEngine) -> None:
+class WithMemory(Protocol):
+    """An engine; see CacheEngine."""
+
+    def wait_for_memory(self, timeout_s: float) -> bool: ...
+
+
+def wait_for_memory(engine: WithMemory) -> None:
     """Wait until host memory is page-locked: what the model launches meanwhile is slower.
 
     Call it when the device's graphs are captured, and before requests are taken.

@@ -20,9 +20,14 @@ from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.blending.bring_up import make_blend_worker, make_planner
 from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.integrations.vllm.blending.refusals import refuse
+from lwkv.integrations.vllm.hybrid import bring_up as several_groups
+from lwkv.integrations.vllm.hybrid.one_group import log_one_group
+from lwkv.integrations.vllm.hybrid.refusals import can_have_groups
+from lwkv.integrations.vllm.hybrid.reports import HybridInfo
+from lwkv.integrations.vllm.hybrid.scheduler import HybridScheduler
+from lwkv.integrations.vllm.hybrid.worker import HybridWorker
 from lwkv.integrations.vllm.logs import log_as_vllm
-from lwkv.integrations.vllm.orders import StepOrders
-from lwkv.integrations.vllm.reports import RankInfo, StepReports
+from lwkv.integrations.vllm.reports import RankInfo, RankReport, StepReports
 from lwkv.integrations.vllm.scheduler.events import as_event
 from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
@@ -62,8 +67,7 @@ class LWKVConnector(KVConnectorBase_V1):
         check_role(vllm_config.kv_transfer_config.kv_role, self._settings)
         if self._settings.enable_blending:
             refuse(vllm_config, kv_cache_config, vllm_version)
-        self._orders: StepOrders | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | HybridWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = _make_scheduler(self._settings, vllm_config, kv_cache_config)
             set_policy(vllm_config.kv_transfer_config, self._settings)
@@ -137,7 +141,7 @@ class LWKVConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> Any:
         report = None if self._worker is None else self._worker.report()
-        return None if report is None else StepReports((report,))
+        return StepReports((report,)) if isinstance(report, RankReport) else report
 
     def get_kv_connector_stats(self) -> Any:
         # vLLM asks both halves and adds the answers up.
@@ -165,8 +169,11 @@ class LWKVConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         for info in metadata.values():
-            if isinstance(info, RankInfo):  # not that of a connector beside this one
+            # Not that of a connector beside this one.
+            if isinstance(info, RankInfo) and isinstance(self._scheduler, SchedulerSide):
                 self._scheduler.index.introduce(info)
+            elif isinstance(info, HybridInfo) and isinstance(self._scheduler, HybridScheduler):
+                self._scheduler.introduce(info)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Any, Any]) -> None:
         self.set_xfer_handshake_metadata(metadata)
@@ -194,6 +201,10 @@ class LWKVConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, block_ids), None
 
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        # Called by vLLM in place of `request_finished` where this class is one of `SupportsHMA`.
+        return self._scheduler.finished(request, block_ids[0]), None
+
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.learn_failed_blocks(connector_output.invalid_block_ids)
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -216,15 +227,28 @@ class LWKVConnector(KVConnectorBase_V1):
             self._scheduler.close()
 
 
-def _make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> SchedulerSide:
-    config, role = settings, vllm_config.kv_transfer_config
+if can_have_groups(vllm_version):
+    # Several groups of caches then stay several. Before, vLLM has all layers keep all tokens in one group.
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+
+    SupportsHMA.register(LWKVConnector)
+
+
+def _make_scheduler(
+    settings: Settings, vllm_config: Any, kv_cache_config: Any
+) -> SchedulerSide | HybridScheduler:
+    config, transfer = settings, vllm_config.kv_transfer_config
+    role = Role(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
+    if several_groups.has_groups(kv_cache_config, vllm_version):
+        return several_groups.make_scheduler(settings, vllm_config, kv_cache_config, role)
     group = only_group(kv_cache_config)
+    log_one_group(group, vllm_version)
     ranks = vllm_config.parallel_config.world_size
     below = partial(open_lower_tiers, config) if config.host_memory or tier_urls(config) else None
     index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk, below)
     return SchedulerSide(
         config,
-        Role(loads=role.is_kv_consumer, stores=role.is_kv_producer),
+        role,
         index,
         block_size=group.kv_cache_spec.block_size,
         num_ranks=ranks,
@@ -252,11 +276,15 @@ def _announces(vllm_config: Any) -> bool:
 
 def _make_worker(
     settings: Settings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
-) -> WorkerSide:
+) -> WorkerSide | HybridWorker:
     tp, pp = get_tp_group(), get_pp_group()
     rank = Rank(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
     if rank.number == 0 and (whole := get_current_vllm_config_or_none()) is not None:
         warn_of_outer_policy(whole.kv_transfer_config, vllm_config.kv_transfer_config, settings)
+    if several_groups.has_groups(kv_cache_config, vllm_version):
+        return several_groups.make_worker(
+            settings, vllm_config, kv_cache_config, kv_caches, rank, vllm_version
+        )
     caches, metadata, hints = describe(
         vllm_config, kv_cache_config, kv_caches, rank, vllm_version, rows=settings.enable_blending
     )

@@ -97,13 +97,13 @@ def write_qwen3_moe(folder: Path) -> Path:
     return _write(folder, Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | experts)))
 
 
-def write_gemma(folder: Path, window: int) -> Path:
-    """Gemma 3, of whose layers every other one looks back `window` tokens."""
+def write_gemma(folder: Path, window: int, pattern: str = "wf" * 2) -> Path:
+    """Gemma 3, of whose layers those that are "w" in `pattern` look back `window` tokens."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    kinds = ["sliding_attention", "full_attention"] * (SIZES["num_hidden_layers"] // 2)
-    config = Gemma3TextConfig(**SIZES, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32)
-    return _write(folder, Gemma3ForCausalLM(config))
+    kinds = [{"w": "sliding_attention", "f": "full_attention"}[letter] for letter in pattern]
+    layers = {"num_hidden_layers": len(kinds), "layer_types": kinds, "query_pre_attn_scalar": 32}
+    return _write(folder, Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | layers, sliding_window=window)))
 
 
 def write_deepseek(folder: Path) -> Path:

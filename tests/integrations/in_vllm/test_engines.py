@@ -87,11 +87,12 @@ def test_a_model_with_a_sliding_window(tmp_path: Path, steps: str) -> None:
         other.close()
 
 
-def test_a_model_of_which_some_layers_have_a_window(tmp_path: Path) -> None:
+def test_a_model_of_which_some_layers_have_a_window_in_one_group(tmp_path: Path) -> None:
     model = models.written(models.write_gemma, tmp_path, 64)
     other = Elsewhere(model, enable_prefix_caching=False)
+    arguments = {"enable_prefix_caching": False, "disable_hybrid_kv_cache_manager": True}
     try:
-        with started(model, enable_prefix_caching=False, **with_lwkv()) as engine:
+        with started(model, **arguments, **with_lwkv()) as engine:
             run_through(engine, other.ask(OTHERS))
             engine.at_rest()
     finally:

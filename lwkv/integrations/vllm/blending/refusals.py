@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.worker.caches import layer_specs, only_group
+from lwkv.integrations.vllm.worker.caches import layer_specs
 
 VERSIONS = (0, 22), (0, 32)
 """Blending relies on what vLLM looks like inside: that was read in the first, and tried in the second."""
@@ -82,7 +82,8 @@ def _of_caches(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     cache = vllm_config.cache_config
     if str(cache.cache_dtype) not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
         yield f"the cache is kept in {cache.cache_dtype}, not in the model's dtype"
-    for name, spec in layer_specs(only_group(kv_cache_config)).items():
+    groups = kv_cache_config.kv_cache_groups
+    for name, spec in (item for group in groups for item in layer_specs(group).items()):
         kind = type(spec).__name__
         if kind != "FullAttentionSpec":
             yield f"layer {name!r} keeps a {kind}; a FullAttentionSpec is needed"
@@ -90,3 +91,5 @@ def _of_caches(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
             yield f"layer {name!r} keeps {spec.dtype}, not the model's dtype"
         elif getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
             yield f"layer {name!r} does not look at all tokens before one"
+    if len(groups) > 1:
+        yield f"the model has {len(groups)} groups of KV caches, and blending works with one"

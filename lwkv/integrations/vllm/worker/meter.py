@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from lwkv.engine import CacheEngine
 from lwkv.telemetry.counters import Counters
 
 QUIET_S = 1.0
@@ -28,6 +28,14 @@ def summed_over_ranks(numbers: Mapping[str, int]) -> dict[str, int]:
     return summed
 
 
+class Counting(Protocol):
+    """An engine that counts; see CacheEngine."""
+
+    def counts(self) -> dict[str, int]: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+
 class WorkerMeter:
     """Gives out what was counted since the last report, and the gauges of this rank.
 
@@ -37,9 +45,7 @@ class WorkerMeter:
         counters: of the worker itself.
     """
 
-    def __init__(
-        self, engine: CacheEngine, rank: int, counters: Counters, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, engine: Counting, rank: int, counters: Counters, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._rank = rank
         self._counters = counters

@@ -87,6 +87,20 @@ def test_what_cannot_work_is_named(changed: dict[str, Any], words: str) -> None:
     assert "set enable_blending to false" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (SlidingWindowSpec(num_kv_heads=1, sliding_window=8), "SlidingWindowSpec"),
+        (FullAttentionSpec(num_kv_heads=1, sliding_window=None), "2 groups of KV caches"),
+    ],
+)
+def test_several_groups_of_caches_are_refused_by_what_they_keep(spec: Any, words: str) -> None:
+    vllm_config, caches = engine()
+    caches.kv_cache_groups.append(SimpleNamespace(layer_names=["layers.1"], kv_cache_spec=spec))
+    with pytest.raises(ConfigError, match=rf"{words}.*set enable_blending to false"):
+        refuse(vllm_config, caches, "0.32.0")
+
+
 @pytest.mark.parametrize("version", ["0.21.0", "0.27.1", "0.33.0", "1.0.0", "dev"])
 def test_versions_whose_inside_was_not_read_are_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=r"0\.22 and 0\.32"):

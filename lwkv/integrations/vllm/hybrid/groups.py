@@ -1,0 +1,131 @@
+"""From vLLM's groups of caches to the kinds of caches that lwkv keeps apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.worker.caches import layer_specs
+from lwkv.kinds import ChunkSize, Kind, choose_chunk_size
+from lwkv.kinds.kind import Form
+
+FORMS: dict[str, Form] = {"FullAttentionSpec": "full", "SlidingWindowSpec": "window"}
+"""vLLM's specs of the layers that can be cached beside others, by their class."""
+
+ONE_GROUP = (
+    "start vLLM with --disable-hybrid-kv-cache-manager, which has all layers of attention keep all tokens in "
+    "one group"
+)
+
+
+@dataclass(frozen=True)
+class CacheGroups:
+    """What a model keeps.
+
+    Attributes:
+        kinds: in the order in which vLLM's groups have them first; their layers are those of one rank.
+        kind_of: for each of vLLM's groups the number of its kind.
+        chunk_size: for all kinds.
+    """
+
+    kinds: tuple[Kind, ...]
+    kind_of: tuple[int, ...]
+    chunk_size: ChunkSize
+
+    @cached_property
+    def most_looked_back(self) -> int:
+        """Tokens of the widest window; 0 where there is none."""
+        return max(kind.span for kind in self.kinds)
+
+    def words(self) -> str:
+        """What is kept, in one sentence for the log."""
+        kinds = ", ".join(f"{kind.num_layers} layers {kind.name}" for kind in self.kinds)
+        return f"this model has {len(self.kind_of)} groups of KV caches ({kinds}); {self.chunk_size.words()}"
+
+
+def read_groups(
+    kv_cache_config: Any, chunk_size: int, caches: Mapping[str, torch.Tensor] | None = None
+) -> CacheGroups:
+    """Read vLLM's groups.
+
+    Args:
+        chunk_size: as it is configured.
+        caches: of a worker; layers that share the KV of another one then do not count.
+
+    Raises:
+        ConfigError: layers that keep what cannot be cached, by name, with what to do.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    for number, group in enumerate(groups):
+        _refuse_group(kv_cache_config, number, group)
+    kinds = [_kind(group, caches) for group in groups]
+    layers = Counter[Kind]()
+    for kind in kinds:
+        layers[replace(kind, num_layers=1)] += kind.num_layers
+    merged = tuple(replace(kind, num_layers=number) for kind, number in layers.items())
+    numbers = {kind: number for number, kind in enumerate(layers)}
+    alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 1
+    size = choose_chunk_size(chunk_size, [kind.block_size for kind in merged], alignment)
+    return CacheGroups(merged, tuple(numbers[replace(kind, num_layers=1)] for kind in kinds), size)
+
+
+def _kind(group: Any, caches: Mapping[str, torch.Tensor] | None) -> Kind:
+    (spec, *_) = layer_specs(group).values()
+    form = FORMS[type(spec).__name__]
+    own = group.layer_names if caches is None else {caches[name].data_ptr() for name in group.layer_names}
+    return Kind(
+        form,
+        int(spec.block_size),
+        len(own),
+        int(spec.real_page_size_bytes),
+        (str(spec.dtype).removeprefix("torch."),),
+        span=int(spec.sliding_window) if form == "window" else 0,
+    )
+
+
+def _refuse_group(kv_cache_config: Any, number: int, group: Any) -> None:
+    """Raise ConfigError for a group that cannot be cached beside others."""
+    specs = layer_specs(group)
+    for kind in dict.fromkeys(type(spec).__name__ for spec in specs.values()):
+        if kind not in FORMS:
+            names = [name for name, spec in specs.items() if type(spec).__name__ == kind]
+            raise ConfigError(
+                f"{_shown(names)} keep a {kind}, which lwkv does not cache; leave lwkv out for this model"
+                + (f", or {ONE_GROUP}" if hasattr(specs[names[0]], "num_kv_heads") else "")
+            )
+    for what in _peculiarities(kv_cache_config, number, group):
+        raise ConfigError(
+            f"{_shown(group.layer_names)} {what}, which lwkv does not cache beside other groups of caches; "
+            f"{ONE_GROUP}, or leave lwkv out for this model"
+        )
+
+
+def _peculiarities(kv_cache_config: Any, number: int, group: Any) -> list[str]:
+    """What is not handled of a group whose layers are of known kinds."""
+    specs = list(layer_specs(group).values())
+    (first, *_) = specs
+    cacheable = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
+    found = {
+        "differ within one group": any(spec != first for spec in specs),
+        "are of a draft model": getattr(group, "is_eagle_group", False),
+        "are in host memory": getattr(group, "host_resident", False),
+        "hold what is not found again": cacheable is not None and number not in cacheable,
+        "keep tokens behind their window": bool(getattr(first, "extra_retained_tokens", 0)),
+        "look at tokens of their own part of a prompt alone": bool(
+            getattr(first, "attention_chunk_size", None)
+        ),
+        "keep one state for several tokens": getattr(first, "tokens_per_state", 1) != 1,
+    }
+    return [what for what, is_so in found.items() if is_so]
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Layers by name, the first ones of many."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"layers {', '.join(map(repr, names[:3]))}{more}"

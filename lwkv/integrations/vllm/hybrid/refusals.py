@@ -1,0 +1,54 @@
+"""Which settings cannot be used with several groups of caches, by name, before anything is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.hybrid.groups import ONE_GROUP
+from lwkv.integrations.vllm.settings import Settings
+from lwkv.integrations.vllm.versions import release_of
+
+log = logging.getLogger(__name__)
+
+OLDEST = (0, 32)
+"""Before this, vLLM ends where a load fails, or gives a block away twice, with several groups."""
+
+
+def can_have_groups(version: str) -> bool:
+    """Whether lwkv can be used in this vLLM with several groups of caches."""
+    release = release_of(version)
+    return release is None or release >= OLDEST
+
+
+def refuse(settings: Settings, vllm_config: Any) -> None:
+    """Raise ConfigError for what cannot be used with several groups, and log what has no effect there."""
+    for problem in (*_of_settings(settings), *_of_vllm(vllm_config)):
+        raise ConfigError(
+            f"{problem} with the several groups of KV caches that this model has; {ONE_GROUP}, or change that"
+        )
+    if settings.load_when == "cheaper":
+        log.info("with several groups of KV caches all that is found in host memory is loaded")
+
+
+def _of_settings(settings: Settings) -> Iterator[str]:
+    for name in ("local_disk", "remote_url", "host_memory"):
+        if getattr(settings, name):
+            yield f"{name} cannot be used"
+    if not settings.local_cpu:
+        yield "local_cpu: false cannot be used"
+    for name in ("save_unfull_chunk", "enable_blending"):
+        if getattr(settings, name):
+            yield f"{name} cannot be used"
+
+
+def _of_vllm(vllm_config: Any) -> Iterator[str]:
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        yield "a draft model or speculative decoding was not tried"
+    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1:
+        yield "pipeline_parallel_size above 1 was not tried"
+    events = getattr(vllm_config, "kv_events_config", None)
+    if events is not None and events.enable_kv_cache_events:
+        yield "enable_kv_cache_events has no events of lwkv's"

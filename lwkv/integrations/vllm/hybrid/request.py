@@ -1,0 +1,64 @@
+"""One request as the scheduler's half follows it, in a model with several groups of caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lwkv.integrations.vllm.hybrid.prompt_hashes import PromptHashes
+from lwkv.integrations.vllm.scheduler.prompt import salts_of
+
+STRIDE = 8
+"""Within a long prompt, windows are stored once for so many tokens as a window has, and at its end."""
+
+
+@dataclass(slots=True, eq=False)
+class HybridRequest:
+    """A request and how far its chunks are taken care of.
+
+    Attributes:
+        hashes: of its chunks.
+        load: tokens [local, boundary) that its next step loads; None for none.
+        cared_for: leading tokens whose chunks were ordered to be stored in this run.
+        parted_at: tokens up to which all of full attention was found when it was asked last: where prompts
+            part, others may go on as well.
+        failed: how often chunks that were found could not be pinned, one time after the other.
+    """
+
+    hashes: PromptHashes
+    load: tuple[int, int] | None = None
+    cared_for: int = 0
+    parted_at: int = 0
+    failed: int = 0
+
+    @classmethod
+    def follow(cls, request: Any, chunk_size: int, epoch: str) -> HybridRequest:
+        return cls(PromptHashes(request, salts_of(request, epoch), chunk_size))
+
+    @property
+    def request(self) -> Any:
+        """vLLM's own."""
+        return self.hashes.request
+
+    def begin(self) -> None:
+        """Begin to run: what was ordered in an earlier run may be gone."""
+        self.load, self.cared_for, self.failed = None, 0, 0
+
+    def end_of_stores(self, decodes_too: bool) -> int:
+        """Tokens of which chunks are stored: those of the prompt, or all that are known."""
+        request = self.request
+        known = int(request.num_tokens)
+        return known if decodes_too else min(known, int(request.num_prompt_tokens))
+
+    def boundaries(self, computed: int, end: int, most_looked_back: int) -> frozenset[int]:
+        """Where others may go on, of the multiples of the chunk size from `computed` to `end`.
+
+        At the end of the prompt, for the same prompt and for one that goes on behind it; where this prompt
+        has parted from others; now and then in between; and after every chunk of generated tokens.
+        """
+        size, prompt = self.hashes.chunk_size, int(self.request.num_prompt_tokens)
+        last, stride = prompt // size * size, max(1, -(-STRIDE * most_looked_back // size)) * size
+        wanted = {last, (prompt - 1) // size * size, self.parted_at}
+        wanted.update(range(-(-computed // stride) * stride, end + 1, stride))
+        wanted.update(range(max(last, -(-computed // size) * size), end + 1, size))
+        return frozenset(at for at in wanted if max(computed, size) <= at <= end and at % size == 0)

@@ -1,0 +1,243 @@
+"""The scheduler's half for models with several groups of caches: it decides what is loaded and stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any
+from uuid import uuid4
+
+from lwkv.errors import ConfigError, LwkvError
+from lwkv.integrations.vllm.hybrid.groups import CacheGroups
+from lwkv.integrations.vllm.hybrid.orders import Hashes, HybridOrders, LoadOrder, StoreOrder
+from lwkv.integrations.vllm.hybrid.promises import Promises
+from lwkv.integrations.vllm.hybrid.reports import HybridInfo, HybridReports
+from lwkv.integrations.vllm.hybrid.request import HybridRequest
+from lwkv.integrations.vllm.orders import NULL_BLOCK
+from lwkv.integrations.vllm.scheduler.prompt import is_cacheable, wants_hits
+from lwkv.integrations.vllm.scheduler.side import Role
+from lwkv.kinds import KindIndex
+from lwkv.storage.tier import HOST
+from lwkv.telemetry.counters import Counters
+
+MOST_FAILED = 3
+"""Times that what was found could not be pinned, after which a request is computed."""
+
+
+class HybridScheduler:
+    """Follows vLLM's requests and gives the workers their orders.
+
+    What is found is pinned by all ranks before vLLM hears of it: the request waits for a step or two. All of
+    it is loaded in the request's own step, by layers.
+
+    Args:
+        save_decodes: whether generated tokens are stored.
+        timeout_s: how long a request waits for the workers' answers.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        groups: CacheGroups,
+        role: Role,
+        num_ranks: int = 1,
+        save_decodes: bool = False,
+        timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = Counters()
+        self._groups = groups
+        self._size = groups.chunk_size.tokens
+        self._role = role
+        self._save_decodes = save_decodes
+        self._index = KindIndex(groups.kinds, self._size, num_ranks)
+        self._promises = Promises(num_ranks, timeout_s, self.counters, clock)
+        self._requests: dict[str, HybridRequest] = {}
+        self._to_store: dict[str, HybridRequest] = {}
+        self._to_load: dict[str, HybridRequest] = {}
+        self._chain = self._epoch = ""
+        self._step = 0
+        self._counted: dict[str, int] = {}
+
+    def introduce(self, info: HybridInfo) -> None:
+        """Learn of a rank. Raises ConfigError where ranks do not name chunks alike."""
+        names = (self._chain or info.chain, self._size)
+        if (info.chain, info.chunk_size) != names:
+            raise ConfigError(
+                f"rank {info.rank} has chunks of {info.chunk_size} tokens that are named by {info.chain!r}; "
+                f"others have {names[1]} and {names[0]!r}: start all ranks with the same settings"
+            )
+        self._chain = info.chain
+        self._index.introduce(info.rank)
+
+    def arrived(self, request: Any) -> None:
+        """A request has come; nothing is to be done before it is asked about."""
+
+    def num_new_matched_tokens(self, request: Any, num_local: int) -> int | None:
+        """Tokens beyond the first `num_local` that can be loaded; asked any number of times.
+
+        None while the request is to wait: its chunks are being pinned.
+        """
+        if not (self._role.loads and is_cacheable(request) and wants_hits(request)):
+            return 0
+        tracked, request_id = self._follow(request), request.request_id
+        promise = self._promises.find(request_id)
+        if promise is not None:
+            if self._promises.waits(promise):
+                return None
+            if self._promises.covers(promise, num_local):
+                return max(0, promise.order.boundary - num_local)
+            tracked.failed += 1
+            self._promises.leave(request_id)
+        return 0 if tracked.failed >= MOST_FAILED else self._look_up(tracked, num_local)
+
+    def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
+        """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it.
+
+        Raises LwkvError where vLLM is to load what was not promised.
+        """
+        if not is_cacheable(request):
+            return
+        tracked, request_id = self._follow(request), request.request_id
+        tracked.begin()
+        promise = self._promises.find(request_id)
+        if num_loaded:
+            local = 0 if promise is None else promise.order.boundary - num_loaded
+            if promise is None or not self._promises.covers(promise, local):
+                raise LwkvError(f"vLLM takes {num_loaded} tokens of {request_id!r} that were not promised")
+            tracked.load = local, promise.order.boundary
+            self._to_load[request_id] = tracked
+        else:
+            self._promises.leave(request_id)
+        if self._role.stores:
+            self._to_store[request_id] = tracked
+
+    def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
+        """By the name of a tier, how many of the tokens that a request is about to load come from it."""
+        return {HOST: num_loaded}
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+        """Whether vLLM has to keep the blocks of a request that has ended: never."""
+        return False
+
+    def orders(self, output: Any) -> HybridOrders:
+        """What the step of vLLM's scheduler output is to load, to store and to pin."""
+        self._step += 1
+        for request_id in set(output.finished_req_ids) - {new.req_id for new in output.scheduled_new_reqs}:
+            self._forget(request_id)
+        loads = list(self._loads(output))
+        stores = list(self._stores(output))
+        pins, released = self._promises.orders()
+        # Released with the next orders, when this step's loads have ended.
+        for request_id in self._to_load:
+            self._promises.leave(request_id)
+        self._to_load.clear()
+        return HybridOrders(self._step, loads, stores, pins, released)
+
+    def learn(self, reports: HybridReports) -> None:
+        """Take over what the ranks report of a step."""
+        for report in reports.reports:
+            self.introduce(report.info)
+            for change in report.changes:
+                note = self._index.kept if change.is_kept else self._index.dropped
+                note(report.info.rank, change.kind, change.hashes)
+            self._promises.learn(report)
+
+    def result_came(self) -> None:
+        """Note that all was learnt of a step: nothing is measured."""
+
+    def learn_failed_blocks(self, blocks: Set[int]) -> None:
+        """Learn which blocks vLLM will compute again; with several groups vLLM ends before it says so."""
+
+    def new_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        before, self._counted = self._counted, self.counters.totals()
+        return {name: more for name, count in self._counted.items() if (more := count - before.get(name, 0))}
+
+    def take_events(self) -> Iterable[Any]:
+        """None: they are refused at the start."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def reset(self) -> None:
+        """Find nothing any more that was stored before, nor what is still being stored."""
+        self._epoch = uuid4().hex
+        self._requests.clear()
+        self._to_store.clear()
+        self._promises.clear()
+        self._index.clear()
+
+    def _follow(self, request: Any) -> HybridRequest:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = HybridRequest.follow(request, self._size, self._epoch)
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _forget(self, request_id: str) -> None:
+        for requests in (self._requests, self._to_store, self._to_load):
+            requests.pop(request_id, None)
+        self._promises.leave(request_id)
+
+    def _look_up(self, tracked: HybridRequest, num_local: int) -> int | None:
+        """0 where nothing is found; None, and its chunks are to be pinned, where something is."""
+        num_tokens = int(tracked.request.num_tokens)
+        hashes = tracked.hashes.of(self._chain, num_tokens)
+        boundary = self._index.boundary(hashes, num_tokens, num_local)
+        tracked.parted_at = self._index.full_hit(hashes, num_tokens, num_local)
+        if boundary <= num_local:
+            return 0
+        self._promises.begin(
+            tracked.request.request_id, hashes[: boundary // self._size], num_local, boundary
+        )
+        return None
+
+    def _loads(self, output: Any) -> Iterator[LoadOrder]:
+        for request_id, tracked in self._to_load.items():
+            load, tracked.load = tracked.load, None
+            if load is not None and request_id in output.num_scheduled_tokens:
+                local, boundary = load
+                tables = self._tables(output, request_id, local, boundary)
+                hashes = tracked.hashes.of(self._chain, boundary)
+                yield LoadOrder(Hashes.of(hashes), local, boundary, tables)
+
+    def _tables(self, output: Any, request_id: str, local: int, boundary: int) -> Sequence[Sequence[int]]:
+        """The blocks that a load goes to, of each group. Raises LwkvError where vLLM has given none."""
+        tables = self._blocks(output, request_id)
+        for number, table in zip(self._groups.kind_of, tables, strict=True):
+            kind = self._groups.kinds[number]
+            first = kind.first_needed(boundary, local) // kind.block_size
+            needed = table[first : boundary // kind.block_size]
+            if len(needed) < boundary // kind.block_size - first or NULL_BLOCK in needed:
+                raise LwkvError(f"vLLM has no blocks for all that {request_id!r} needs of {kind.name} layers")
+        return tables
+
+    def _blocks(self, output: Any, request_id: str) -> Sequence[Sequence[int]]:
+        """The request's blocks in this step, of each group, as vLLM has them."""
+        return [list(table) for table in output.kv_connector_block_state.get_block_ids(request_id)]
+
+    def _stores(self, output: Any) -> Iterator[StoreOrder]:
+        if not self._to_store:
+            return
+        cached = output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for request_id, tracked in list(self._to_store.items()):
+            scheduled = int(output.num_scheduled_tokens.get(request_id, 0))
+            if scheduled:
+                yield from self._store(output, tracked, int(computed[request_id]), scheduled)
+
+    def _store(
+        self, output: Any, tracked: HybridRequest, computed: int, scheduled: int
+    ) -> Iterator[StoreOrder]:
+        request_id, limit = tracked.request.request_id, tracked.end_of_stores(self._save_decodes)
+        end = min(computed + scheduled, limit) // self._size * self._size
+        if end > tracked.cared_for and self._chain:
+            boundaries = tracked.boundaries(computed, end, self._groups.most_looked_back)
+            hashes, tables = tracked.hashes.of(self._chain, end), self._blocks(output, request_id)
+            yield StoreOrder(Hashes.of(hashes), tracked.cared_for, end, boundaries, tables)
+            tracked.cared_for = end
+        if not self._save_decodes and computed + scheduled >= limit:
+            del self._to_store[request_id]

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.hybrid.groups import read_groups
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+class MambaSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
+def full(block_size: int = 16, **more: Any) -> Any:
+    common = {"num_kv_heads": 2, "real_page_size_bytes": 512, "dtype": torch.bfloat16}
+    return FullAttentionSpec(**{"block_size": block_size, "sliding_window": None} | common | more)
+
+
+def window(span: int = 64, **more: Any) -> Any:
+    common = {"num_kv_heads": 2, "real_page_size_bytes": 512, "dtype": torch.bfloat16}
+    return SlidingWindowSpec(**{"block_size": 16, "sliding_window": span} | common | more)
+
+
+def config(*groups: tuple[Any, list[str]], **more: Any) -> Any:
+    made = [SimpleNamespace(kv_cache_spec=spec, layer_names=names) for spec, names in groups]
+    return SimpleNamespace(kv_cache_groups=made, **more)
+
+
+def test_groups_of_equal_spec_are_one_kind() -> None:
+    found = read_groups(config((window(), ["a", "b"]), (full(), ["c", "d"]), (window(), ["e", "f"])), 256)
+    assert [kind.name for kind in found.kinds] == ["window-64", "full"]
+    assert [kind.num_layers for kind in found.kinds] == [4, 2]
+    assert found.kind_of == (0, 1, 0)
+    assert (found.chunk_size.tokens, found.most_looked_back) == (256, 64)
+
+
+def test_windows_of_other_widths_are_other_kinds() -> None:
+    found = read_groups(config((window(64), ["a"]), (window(128), ["b"]), (full(), ["c"])), 256)
+    assert found.kind_of == (0, 1, 2)
+    assert found.most_looked_back == 128
+
+
+def test_a_full_layer_that_names_a_window_keeps_all_tokens() -> None:
+    found = read_groups(config((full(sliding_window=64), ["a"]), (window(), ["b"])), 256)
+    assert [kind.form for kind in found.kinds] == ["full", "window"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "alignment", "tokens"), [(256, None, 288), (256, 48, 288), (256, 96, 288), (1, 32, 96)]
+)
+def test_chunks_are_whole_blocks_of_all_groups_and_whole_hits_of_vllm_s(
+    configured: int, alignment: int | None, tokens: int
+) -> None:
+    groups = (full(48), ["a"]), (window(block_size=32), ["b"])
+    found = read_groups(config(*groups, cache_hit_alignment_tokens=alignment), configured)
+    assert found.chunk_size.tokens == tokens
+    assert str(tokens) in found.words()
+
+
+def test_layers_that_share_the_kv_of_another_one_do_not_count() -> None:
+    caches = {name: torch.zeros(4) for name in "abc"}
+    caches["d"] = caches["a"]
+    found = read_groups(config((full(), ["a", "b", "d"]), (window(), ["c"])), 64, caches)
+    assert [kind.num_layers for kind in found.kinds] == [2, 1]
+
+
+def test_layers_that_keep_states_are_refused_by_name() -> None:
+    groups = (full(), ["attn"]), (MambaSpec(block_size=16), ["m.0", "m.1", "m.2", "m.3", "m.4"])
+    with pytest.raises(ConfigError, match=r"layers 'm.0', 'm.1', 'm.2' and 2 more keep a MambaSpec") as error:
+        read_groups(config(*groups), 256)
+    assert "leave lwkv out" in str(error.value)
+    assert "--disable-hybrid-kv-cache-manager" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "more", "text"),
+    [
+        (window(extra_retained_tokens=2), {}, "keep tokens behind their window"),
+        (full(attention_chunk_size=32), {}, "own part of a prompt"),
+        (full(tokens_per_state=4), {}, "one state for several tokens"),
+        (full(), {"prefix_cacheable_group_ids": (1,)}, "not found again"),
+        (SimpleNamespace(kv_cache_specs={"a": full(), "b": full(32)}), {}, "differ within one group"),
+    ],
+)
+def test_what_is_not_handled_is_refused_by_name(spec: Any, more: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as error:
+        read_groups(config((spec, ["a", "b"]), (window(), ["c"]), **more), 256)
+    assert "layers 'a', 'b'" in str(error.value)
+    assert "--disable-hybrid-kv-cache-manager" in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["is_eagle_group", "host_resident"])
+def test_groups_of_other_purposes_are_refused(flag: str) -> None:
+    both = config((full(), ["a"]), (window(), ["b"]))
+    setattr(both.kv_cache_groups[1], flag, True)
+    with pytest.raises(ConfigError, match="layers 'b'"):
+        read_groups(both, 256)

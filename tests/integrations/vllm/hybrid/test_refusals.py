@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lwkv.errors import ConfigError
+from lwkv.integrations.vllm.hybrid.refusals import can_have_groups, refuse
+from lwkv.integrations.vllm.settings import Settings
+
+
+def vllm_config(**more: Any) -> Any:
+    return SimpleNamespace(**{"parallel_config": SimpleNamespace(pipeline_parallel_size=1)} | more)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"local_disk": "/tmp/none", "max_local_disk_size": 1}, "local_disk"),
+        ({"remote_url": "valkey://127.0.0.1:1"}, "remote_url"),
+        ({"host_memory": "/tmp/none.socket"}, "host_memory"),
+        ({"save_unfull_chunk": True}, "save_unfull_chunk"),
+        ({"enable_blending": True}, "enable_blending"),
+    ],
+)
+def test_settings_that_need_one_group_are_named_with_what_to_do(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} .*--disable-hybrid-kv-cache-manager"):
+        refuse(Settings(**settings), vllm_config())
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"speculative_config": object()}, "draft model"),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline_parallel_size"),
+        ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "enable_kv_cache_events"),
+    ],
+)
+def test_features_of_vllm_that_were_not_tried_are_named(more: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        refuse(Settings(), vllm_config(**more))
+
+
+def test_what_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    refuse(Settings(load_when="always"), vllm_config(kv_events_config=None))
+    assert not caplog.text
+    refuse(Settings(), vllm_config())
+    assert "all that is found in host memory is loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "can"),
+    [("0.22.1", False), ("0.31.9", False), ("0.32.0", True), ("1.0.0", True), ("dev", True)],
+)
+def test_versions_before_0_32_have_one_group(version: str, can: bool) -> None:
+    assert can_have_groups(version) is can
