@@ -146,11 +146,10 @@ class Units:
         """
         found: dict[UnitKey, None] = {}
         for key in keys:
-            path = [key]
-            for before in self._order.before(key):
-                if before in found:
-                    break
+            path, before = [key], self._order.parent(key)
+            while before is not None and before in self._units and before not in found:
                 path.append(before)
+                before = self._order.parent(before)
             found.update(dict.fromkeys(reversed(path)))
         others = [key for key in found if key.kind != self._main]
         return [*(key for key in found if key.kind == self._main), *reversed(others)]

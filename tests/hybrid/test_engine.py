@@ -72,6 +72,61 @@ def test_little_memory_is_used_for_what_was_asked_last(seed: int, toy: Make) -> 
         assert model.boundary(tokens) == (len(tokens) - 1) // chunk * chunk, tokens
 
 
+def test_what_is_pinned_is_loaded_however_much_is_stored_meanwhile(toy: Make) -> None:
+    model = toy([full(), window(19), state(8)], [1, 2, 1], 8, pages=70)
+    tokens = list(range(90))
+    model.ask(tokens)
+    request = model.start(tokens)
+    pin = model.engine.pin(request.hashes, 0, 88)
+    assert pin is not None
+    for start in range(1000, 6000, 1000):
+        model.ask(range(start, start + 90))
+    assert model.boundary(tokens) == 88
+    model.run_step([(request, model.load(request, 88))], [(request, 90)])
+    model.engine.unpin(pin)
+    model.end(request)
+    model.ask(range(7000, 7090))
+    assert model.boundary(tokens) < 88
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_overlap_load_what_they_were_promised(seed: int, toy: Make) -> None:
+    """Several run at once, in steps of odd sizes, in little memory; some are given up half way."""
+    chance = random.Random(seed)
+    kinds = [full(), window(chance.choice([6, 19])), *[state(8)] * chance.randint(0, 1)]
+    model = toy(kinds, [1] * len(kinds), 8, pages=90)
+    running: dict[int, tuple] = {}
+    for number in range(40):
+        if len(running) < 3:
+            tokens = chance.choice(TREE)
+            request, found = model.start(tokens), model.boundary(tokens)
+            pin = model.engine.pin(request.hashes, 0, found) if found else None
+            assert pin is not None or not found
+            running[number] = request, pin, [(request, model.load(request, found))] if found else []
+        loads, parts = [], []
+        for key, (request, pin, load) in running.items():
+            end = min(request.computed + chance.choice([3, 8, 16, 33]), len(request.tokens))
+            if len(kinds) == 3 and end < len(request.tokens):
+                end = max(end // 8 * 8, min(request.computed // 8 * 8 + 8, len(request.tokens)))
+            loads += load
+            parts.append((request, end))
+            running[key] = request, pin, []
+        model.run_step(loads, parts)
+        for key, (request, pin, _) in [*running.items()]:
+            if request.computed == len(request.tokens) or chance.random() < 0.1:
+                if pin is not None:
+                    model.engine.unpin(pin)
+                model.end(request)
+                del running[key]
+    for request, pin, _ in running.values():
+        if pin is not None:
+            model.engine.unpin(pin)
+        model.end(request)
+    assert model.engine.flush(20.0)
+    assert model.engine.counts()["tokens_retrieved"] > 100
+    assert model.engine.counts()["chunks_evicted"] > 10
+
+
 def test_of_a_prompt_larger_than_host_memory_as_much_is_found_as_fits_of_all_kinds(toy: Make) -> None:
     # A chunk has 2 pages of full attention, and 4 of the windows of its two groups, of which 3 chunks count.
     model = toy([full(), window(19)], [1, 2], 8, pages=40)
