@@ -94,7 +94,7 @@ def test_requests_that_overlap_load_what_they_were_promised(seed: int, toy: Make
     """Several run at once, in steps of odd sizes, in little memory; some are given up half way."""
     chance = random.Random(seed)
     kinds = [full(), window(chance.choice([6, 19])), *[state(8)] * chance.randint(0, 1)]
-    model = toy(kinds, [1] * len(kinds), 8, pages=90)
+    model = toy(kinds, [1] * len(kinds), 8, pages=44)
     running: dict[int, tuple] = {}
     for number in range(40):
         if len(running) < 3:
@@ -124,7 +124,7 @@ def test_requests_that_overlap_load_what_they_were_promised(seed: int, toy: Make
         model.end(request)
     assert model.engine.flush(20.0)
     assert model.engine.counts()["tokens_retrieved"] > 100
-    assert model.engine.counts()["chunks_evicted"] > 10
+    assert model.engine.counts()["chunks_evicted"] > 0
 
 
 def test_of_a_prompt_larger_than_host_memory_as_much_is_found_as_fits_of_all_kinds(toy: Make) -> None:
