@@ -169,22 +169,23 @@ def test_a_window_below_a_chunk_keeps_and_moves_its_blocks_alone(toy: Make) -> N
     assert model.engine.stats()["tokens_retrieved"] == 80 + 8
 
 
-def test_what_the_engine_has_itself_is_not_loaded(toy: Make) -> None:
+@pytest.mark.parametrize("local_tokens", [80, 84])
+def test_what_the_engine_has_itself_is_not_loaded(toy: Make, local_tokens: int) -> None:
     model = toy([full(), window(19)], [1, 1], 8)
     tokens = list(range(90))
     model.ask(tokens)
     request = model.start(tokens)
-    request.local = request.computed = 80
-    model.allocate(request, [0, 80 - 20], 80)
+    request.local = request.computed = local_tokens
+    model.allocate(request, [0, 60], local_tokens)
     for group in range(2):
         for layer in range(2):
-            model.write(request, group, layer, 0 if group == 0 else 60, 80)
-    pin = model.engine.pin(request.hashes, 80, 88)
+            model.write(request, group, layer, 0 if group == 0 else 60, local_tokens)
+    pin = model.engine.pin(request.hashes, local_tokens, 88)
     assert pin is not None
     model.run_step([(request, model.load(request, 88))], [(request, 90)])
     model.engine.unpin(pin)
     assert model.engine.flush(20.0)
-    assert model.engine.stats()["tokens_retrieved"] == 8 + 8
+    assert model.engine.stats()["tokens_retrieved"] == 2 * (88 - local_tokens)
     model.end(request)
 
 
