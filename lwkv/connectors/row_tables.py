@@ -46,7 +46,10 @@ class RowTables:
         # By numpy: torch takes twice as long.
         table.pinned.numpy()[:size].view(array.dtype).reshape(array.shape)[...] = array
         self._platform.load_batch(table.on_device, table.copy, self._stream)
-        return table.on_device[:size].view(values.dtype).view(values.shape)
+        # Each view takes torch a while, and somebody waits for the first kernel.
+        on_device = table.on_device if size == table.on_device.nbytes else table.on_device[:size]
+        typed = on_device.view(values.dtype)
+        return typed if values.dim() == 1 else typed.view(values.shape)
 
     def keep(self, on_device: torch.Tensor) -> torch.Tensor:
         """Give back a table that the device has, whose memory is not to be used anew before `give_back`."""

@@ -60,10 +60,19 @@ class SliceShape:
         full = Transfer(np.full(chunks_per_slice, chunk_size), np.arange(chunks_per_slice * chunk_size))
         rows = {shape: torch.from_numpy(full.rows(shape, chunks_per_slice)[0][1:]) for shape, _ in forms}
         self.full_rows = {shape: numbers.to(layers[0].device).unbind() for shape, numbers in rows.items()}
+        self._first_rows: dict[tuple[PageShape, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.shared_page_bytes = layers[0].page_bytes(chunk_size)
         self.may_share = (
             self.shared_page_bytes % ALIGNMENT == 0 and len({layer.form for layer in layers}) == 1
         )
+
+    def first_rows(self, shape: PageShape, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `count` of `full_rows`, K's and V's: made once, as each view takes torch a while."""
+        found = self._first_rows.get((shape, count))
+        if found is None:
+            k_rows, v_rows = self.full_rows[shape]
+            found = self._first_rows[shape, count] = k_rows[:count], v_rows[:count]
+        return found
 
     def layers_per_buffer(self, num_chunks: int) -> int:
         """How many layers of so many chunks may share a staging buffer; at least 1."""
@@ -192,13 +201,14 @@ class Plan:
 
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots = self.transfer.row_slots(shape.tokens_per_row)
-        k_rows, v_rows = self._slice_shape.full_rows[shape]
         known = self.transfer.device_slots
         on_device = self.uploads.send(torch.from_numpy(slots)) if known is None else self.uploads.keep(known)
         bounds = [*range(0, len(slots), self._slice_shape.chunks_per_slice * shape.rows), len(slots)]
-        return [
-            Slice(a, b, Rows(on_device[a:b], k_rows[: b - a], v_rows[: b - a])) for a, b in pairwise(bounds)
-        ]
+        slices = []
+        for a, b in pairwise(bounds):
+            moved = on_device if b - a == len(slots) else on_device[a:b]
+            slices.append(Slice(a, b, Rows(moved, *self._slice_shape.first_rows(shape, b - a))))
+        return slices
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         numbers, bounds = self.transfer.rows(shape, self._slice_shape.chunks_per_slice)
