@@ -25,8 +25,8 @@ class Parts:
         self._worker: Any = get_kv_transfer_group()._worker._blending
 
     def select(self, selector: Any, share: float) -> None:
-        """Have it choose in another way from now on."""
-        self._worker.selector, self._worker.share = selector, share
+        """Have it choose in another way from now on, and always this share of the tokens."""
+        self._worker.selector, self._worker.share, self._worker.controlled = selector, share, None
 
     def flush(self) -> bool:
         """Wait until all that was stored can be found."""
@@ -71,7 +71,7 @@ class Parts:
         blend = worker._blend
 
         def compute(order: Any, loads: Any) -> bool:
-            worker._pass(order, self._reuse(order, loads)).run(lambda _: None)
+            worker._pass(order, self._reuse(order, loads), worker.share).run(lambda _: None)
             return True
 
         worker._blend = compute
@@ -94,7 +94,7 @@ class Parts:
         _synchronize()
         begin = time.perf_counter()
         with worker._calling():
-            computed = worker._pass(order, reuse).run(lambda _: None)
+            computed = worker._pass(order, reuse, worker.share).run(lambda _: None)
         queued = time.perf_counter()
         _synchronize()
         return Computing(

@@ -43,6 +43,11 @@ class Settings(Config):
         description="Whether cached tokens are loaded only where that is faster than computing them.",
     )
 
+    blend_more_while_loading: Flag = Field(
+        True,
+        description="Recompute more tokens than blend_recompute_ratios says, as many as hide behind loads.",
+    )
+
     blend_shared_prefix: Annotated[
         str | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None,
         Allowed("text or whole numbers", "null, text, or a list of token ids"),

@@ -14,8 +14,11 @@ from integrations.in_vllm.rig import BLOCK, CHUNK, Answer, Engine, assert_same, 
 
 from lwkv.blend import Blender, BlendRequest, Deviation, FirstTokens, NoTokens, QueryAttention, Selector
 from lwkv.blend.forward.attention import attend_paged
+from lwkv.blend.share.batch_shares import Shares
+from lwkv.blend.share.controller import LoadingController
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
+from lwkv.integrations.vllm.blending.share import ControlledShare
 from lwkv.reference import PagedCache, load_hf_folder, open_cache_engine
 from lwkv.reference.blending import ReferenceBlend
 
@@ -69,7 +72,7 @@ def compute_again(engine: Engine, share: float) -> None:
 def choose(engine: Engine, selector: Selector, share: float) -> None:
     """Choose the tokens that are computed again in another way than the engine was started with."""
     blending = engine.worker._blending
-    blending.selector, blending.share = selector, share
+    blending.selector, blending.share, blending.controlled = selector, share, None
 
 
 def count(engine: Engine, name: str) -> int:
@@ -185,6 +188,26 @@ def test_what_is_chosen_is_lwkvs_own_choice(
     assert token == int(wanted.argmax())
     assert abs(found.logprobs[0] - float(wanted[token])) < 1e-3
     assert abs(found.logprobs[0] - float(plain_reuse[token])) > 1e-3
+
+
+def test_the_controller_learns_from_blends_and_never_computes_fewer_than_is_configured(
+    engine: Engine, plain: Elsewhere
+) -> None:
+    parts = documents(15, 90, 64, 71)
+    encode(engine, parts)
+    connector, controller = engine.worker.engine.connector, LoadingController(1.0)
+    counters = engine.worker.engine.parts().counters
+    shares = Shares(1.0, controller, connector.platform, connector.device, counters)
+    compute_again(engine, 1.0)
+    engine.worker._blending.controlled = ControlledShare(shares, 4, 1, 1024)
+    before = {name: count(engine, name) for name in ("requests", "tokens_chosen")}
+    for turn in range(3):
+        asked = Documents(parts, prompt(150 + turn, 30), prompt(160 + turn, 7))
+        assert_same(ask(engine, [asked]), plain.ask([asked.ids]))
+    assert count(engine, "requests") - before["requests"] == 3
+    assert count(engine, "tokens_chosen") - before["tokens_chosen"] > 3 * (225 - 2 * BLOCK)
+    assert controller.compute_s
+    assert controller.load_s
 
 
 def test_a_question_that_is_cut_has_deviation_choose(engine: Engine) -> None:

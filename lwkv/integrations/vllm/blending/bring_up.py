@@ -9,6 +9,8 @@ from lwkv.blend.forward.attention import choose_attend_paged
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.blend.selector import Deviation, configured_selector
+from lwkv.blend.share.batch_shares import Shares
+from lwkv.blend.share.controller import LoadingController
 from lwkv.connectors.rope import Rope
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
@@ -21,6 +23,7 @@ from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.integrations.vllm.blending.refusals import refuse_backend
 from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
 from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
+from lwkv.integrations.vllm.blending.share import ControlledShare
 from lwkv.integrations.vllm.blending.tokenizer import encoder, find_separator, prefix_ids
 from lwkv.integrations.vllm.blending.worker import BlendWorker
 from lwkv.integrations.vllm.scheduler.lookup.parts import LookUpParts
@@ -82,8 +85,23 @@ def make_blend_worker(
         "segments are computed behind %d tokens",
         *(type(model).__name__, settings.blend_plan[-1][1], selector, len(segments.shared_prefix)),
     )
-    share = settings.blend_plan[-1][1]
-    return BlendWorker(segments, layers, selector, share, block_size, engine.parts().counters, ranks)
+    share, counters = settings.blend_plan[-1][1], engine.parts().counters
+    controlled = _controlled(engine, settings, vllm_config, layers.num_layers, ranks)
+    return BlendWorker(segments, layers, selector, share, block_size, counters, ranks, controlled)
+
+
+def _controlled(
+    engine: CacheEngine, settings: Settings, vllm_config: Any, num_layers: int, ranks: Ranks
+) -> ControlledShare | None:
+    """What chooses how many tokens are computed; None where it is always as many."""
+    least = settings.blend_plan[-1][1]
+    # Ranks measure other speeds, and have to compute the same rows.
+    if not settings.blend_more_while_loading or not least or ranks.are_several:
+        return None
+    connector, counters = engine.connector, engine.parts().counters
+    shares = Shares(least, LoadingController(least), connector.platform, connector.device, counters)
+    most_rows = int(vllm_config.scheduler_config.max_num_batched_tokens)
+    return ControlledShare(shares, num_layers, full_layers(settings, num_layers), most_rows)
 
 
 def asks(settings: Settings) -> bool:

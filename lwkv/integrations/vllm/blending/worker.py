@@ -15,11 +15,12 @@ from lwkv.blend.request import CheckedBlend
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByAttention, Deviation, Selector
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.integrations.vllm.blending.blend_pass import BlendPass, Computed
+from lwkv.integrations.vllm.blending.blend_pass import BlendPass, Computed, Wait
 from lwkv.integrations.vllm.blending.calls import Layers
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.question import Question
 from lwkv.integrations.vllm.blending.ranks import Ranks
+from lwkv.integrations.vllm.blending.share import ControlledShare, TimedBlend
 from lwkv.keys import ChunkKey
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -35,7 +36,8 @@ class BlendWorker:
         segments: of the engine.
         layers: vLLM's model.
         selector: chooses the tokens to compute again.
-        share: of the reused tokens, the part to compute again.
+        share: of the reused tokens, the part to compute again, at least.
+        controlled: chooses more of them where that delays nobody; None for `share` always.
         block_size: tokens of a block.
         ranks: that compute the same prompt, each with some of its heads.
 
@@ -52,9 +54,10 @@ class BlendWorker:
         block_size: int,
         counters: Counters,
         ranks: Ranks | None = None,
+        controlled: ControlledShare | None = None,
     ) -> None:
         self._segments, self._layers = segments, layers
-        self.selector, self.share = selector, share
+        self.selector, self.share, self.controlled = selector, share, controlled
         self._block_size = block_size
         self._counters = counters
         self._ranks = ranks or Ranks()
@@ -149,10 +152,11 @@ class BlendWorker:
         with closing(self._segments.retrieval(loads, in_host=segments)) as retrieval:
             # A rank that lacks a chunk computes its tokens, and so do the others.
             reuse = lay_out(prompt, loads, self._ranks.least(retrieval.hold()))
-            computation = self._pass(order, reuse)
+            chosen = self._choose_share(reuse)
+            computation = self._pass(order, reuse, self.share if chosen is None else chosen.share)
             promised = retrieval.open()
             # A layer is waited for when the one behind it is queued.
-            computed = computation.run(lambda layer: retrieval.advance(layer + 1))
+            computed = self._run(computation, chosen, lambda layer: retrieval.advance(layer + 1))
             masks = retrieval.finish()
         lost = [int(mask.sum()) < count for mask, count in zip(masks, promised, strict=True)]
         for load, mask, is_lost in zip(loads, masks, lost, strict=True):
@@ -160,18 +164,33 @@ class BlendWorker:
                 self._note_lost(load, mask.numpy())
         if any(lost):
             return False
+        # What failed has waited as long as can be, and then did not load all.
+        if self.controlled is not None and chosen is not None:
+            self.controlled.note(chosen, computed.row_layers)
         self._count(order, reuse, computed)
         return True
 
-    def _pass(self, order: BlendOrder, reuse: PromptReuse) -> BlendPass:
+    def _choose_share(self, reuse: PromptReuse) -> TimedBlend | None:
+        if self.controlled is None or not len(reuse.candidates):
+            return None
+        return self.controlled.choose(reuse, self.share)
+
+    def _run(self, computation: BlendPass, chosen: TimedBlend | None, wait: Wait) -> Computed:
+        if self.controlled is None or chosen is None:
+            return computation.run(wait)
+        computed = computation.run(self.controlled.timed(chosen, wait))
+        chosen.pace.end()
+        return computed
+
+    def _pass(self, order: BlendOrder, reuse: PromptReuse, share: float) -> BlendPass:
         selector, question = self.selector, None
-        if isinstance(selector, ByAttention) and self.share:
+        if isinstance(selector, ByAttention) and share:
             question = question_of(order)
             if question is None:
                 # The step has not all of it, as where a long prompt is computed in parts.
                 self._counters.add("blend_questions_missing")
                 selector = Deviation()
-        given = self._layers, self._rows, reuse, selector, self.share, question
+        given = self._layers, self._rows, reuse, selector, share, question
         return BlendPass(*given, total=self._ranks.total)
 
     def _loads(self, order: BlendOrder) -> list[SegmentLoad]:

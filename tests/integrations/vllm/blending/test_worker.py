@@ -21,10 +21,13 @@ from lwkv.blend.forward.attention import attend
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import SegmentCache
+from lwkv.blend.share.batch_shares import Shares
+from lwkv.blend.share.controller import LoadingController
 from lwkv.integrations.vllm.blending.calls import Layers, Seen
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.integrations.vllm.blending.runs import pieces
+from lwkv.integrations.vllm.blending.share import ControlledShare
 from lwkv.integrations.vllm.blending.worker import BlendWorker, question_of
 from lwkv.platforms.protocol import Int64s
 from lwkv.reference.blending import ReferenceBlend
@@ -226,6 +229,27 @@ def asked_order(tokens: Sequence[int], request: Any, end: int) -> BlendOrder:
     """With the slots of what stands behind the blend."""
     whole = whole_blocks(4, -(-len(tokens) // BLOCK))[: len(tokens)]
     return replace(order_of(tokens, request, end), question_slots=whole[end:])
+
+
+def test_more_are_computed_where_that_hides_behind_the_loading(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    rig.worker.selector, rig.worker.share, rig.layers.most_gap = Deviation(), 0.15, 0
+    connector, controller = rig.segments.connector, LoadingController(0.15)
+    shares = Shares(0.15, controller, connector.platform, connector.device, rig.counters)
+    rig.worker.controlled = ControlledShare(shares, rig.layers.num_layers, 1, 1000)
+    order = order_of(tokens, request, 46)
+    assert rig.run([order]) == set()
+    first = int(rig.counters.totals()["blend_tokens_chosen"])
+    assert first == round(0.15 * 42)
+    assert rig.counters.totals()["blend_decisions_unmeasured"] == 1
+    # The first blend was timed; these are the speeds of a slow tier.
+    controller.learn = lambda *timed: None  # type: ignore[method-assign]
+    controller.compute_s, controller.load_s = 1.0, (46 + 3 * (4 + 0.5 * 42)) / (42 * 4)
+    assert rig.run([order]) == set()
+    assert rig.counters.totals()["blend_decisions_hidden"] == 1
+    assert rig.counters.totals()["blend_tokens_chosen"] - first == 21
+    assert_near(rig.kv(order.slots), rig.expected(tokens, request, Deviation("v", (1,), (0.5,)), 0.5, 46))
 
 
 def test_a_question_that_is_not_in_the_step_has_deviation_choose(rig: Rig) -> None:
