@@ -42,12 +42,14 @@ def cut(text: str) -> str:
 def cut_inside(value: object) -> object:
     """The same value if no text and no name in it may be a secret's, else nothing of it; a text is cut.
 
-    All of it: a list may be a text that was split within a password.
+    All of it: a list may be a text that was split within a password, and a name with "://" in it is a URL
+    that YAML has split behind the user.
     """
     if isinstance(value, str):
         return cut(value)
     is_hidden = any(cut(text) != text for text in _texts_in(value))
-    return HIDDEN if is_hidden or any(is_secret(name) for name in _names_in(value)) else value
+    is_hidden = is_hidden or any(is_secret(name) or "://" in name for name in _names_in(value))
+    return HIDDEN if is_hidden else value
 
 
 def cut_under(name: str, value: object) -> object:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from lwkv.cli.doctor.report import Report, lines
@@ -223,6 +223,7 @@ def all_that_is_shown(load: Callable[[], Config], caplog: pytest.LogCaptureFixtu
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
+@example(key="chunk_size", shape="{0}://someone:{1}", scheme="valkey", secret=" 000000=")
 @given(
     key=st.sampled_from(KEYS),
     shape=st.sampled_from(SHAPES),

@@ -114,8 +114,9 @@ def test_the_memory_of_a_new_owner_is_locked_by_a_thread_of_the_engine_s_device(
         pool, tier = opened(platform)
         while pool.lock_slab():
             pass
+        before = pool.session
     with owner_at(path, PAGES):
-        wait_for(lambda: pool.session is not None and pool.num_pages == PAGES)
+        wait_for(lambda: pool.session not in (None, before) and pool.num_pages == PAGES)
         assert len(platform.locked) == 6, "the old memory is unlocked"
         assert set(platform.locked.values()) <= set(platform.devices)
         assert put(pool, tier, prompt(1), prompt(1))
