@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from lwkv.layouts.registration import Registered
 from lwkv.metadata import CacheMetadata
 
 MHA, MLA = "MHATokenToKVPool", "MLATokenToKVPool"
-_LAYOUTS = ("nhd", "hnd")
 _MODEL = ("quantization", "dtype", "kv_cache_dtype", "quantization_param_path", "json_model_override_args")
 
 
@@ -97,11 +96,21 @@ def _read_mha(pool: Any) -> tuple[list[Registered], KVSpec]:
         raise ConfigError(
             f"K and V differ: {tuple(k.shape)} and {tuple(v.shape)}; lwkv moves heads of one size"
         )
-    if layout == "hnd":
-        spec = KVSpec(int(k.shape[1]), int(k.shape[3]), int(k.shape[2]))
-    else:
-        spec = KVSpec(int(k.shape[1]), int(k.shape[2]), 1)
-    return list(zip(pool.k_buffer, pool.v_buffer, strict=True)), spec
+    return list(zip(pool.k_buffer, pool.v_buffer, strict=True)), _LAYOUTS[layout](k)
+
+
+def _spec_of_nhd(k: torch.Tensor) -> KVSpec:
+    """Of a layer's K (slots, heads, elements)."""
+    return KVSpec(int(k.shape[1]), int(k.shape[2]), 1)
+
+
+def _spec_of_hnd(k: torch.Tensor) -> KVSpec:
+    """Of a layer's K (pages, heads, tokens of a page, elements)."""
+    return KVSpec(int(k.shape[1]), int(k.shape[3]), int(k.shape[2]))
+
+
+_LAYOUTS: dict[str, Callable[[torch.Tensor], KVSpec]] = {"nhd": _spec_of_nhd, "hnd": _spec_of_hnd}
+"""SGLang's names of layouts of K and V; each reads the sizes from a layer's K. Others are refused."""
 
 
 def _read_mla(pool: Any) -> tuple[list[Registered], KVSpec]:

@@ -11,7 +11,8 @@ import torch
 from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
-from lwkv.integrations.sglang.pools import Description, Rank, describe, refuse_components
+from lwkv.integrations.sglang.pools import _LAYOUTS, Description, Rank, describe, refuse_components
+from lwkv.layouts.layout import KVSpec
 
 
 class MHATokenToKVPool(SimpleNamespace):
@@ -119,6 +120,13 @@ def test_another_layout_or_values_of_another_size_are_refused() -> None:
     pool.v_buffer = [torch.zeros(24, 2, 4) for _ in range(3)]
     with pytest.raises(ConfigError, match="K and V differ"):
         describe(pool, (), arguments(), Rank())
+
+
+def test_no_layout_is_taken_for_another_one() -> None:
+    """Each name has what reads its sizes: there is no layout that the rest falls into."""
+    specs = {name: read(torch.zeros(3, 5, 7, 11)) for name, read in _LAYOUTS.items() if name != "nhd"}
+    assert specs == {"hnd": KVSpec(5, 11, 7)}
+    assert _LAYOUTS["nhd"](torch.zeros(3, 5, 7)) == KVSpec(5, 7, 1)
 
 
 def test_other_state_than_that_of_full_attention_is_refused_by_name() -> None:
