@@ -1,4 +1,4 @@
-"""The four steps of a serving engine around one forward pass."""
+"""What a serving engine calls around one forward pass, which is one step of the engine."""
 
 from __future__ import annotations
 

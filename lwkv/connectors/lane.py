@@ -112,17 +112,20 @@ class Lane:
         self._platform.launch(self.kernels, self._clear)
 
     def mark_filled(self, buffer: StagingBuffer) -> None:
-        """Take the buffer as full once all that the filling stream holds now is done."""
+        """Record the event of a full buffer behind all that the filling stream holds now."""
         if not self._one_stream:
             self._platform.record(buffer.filled, self._filler)
 
     def pass_on(self, buffer: StagingBuffer) -> None:
-        """Let the emptying stream go on once the buffer, which was marked, is full."""
+        """Make the emptying stream wait until the buffer is full; `mark_filled` comes before."""
         if not self._one_stream:
             self._platform.wait_event(self._emptier, buffer.filled)
 
     def take_back(self, buffer: StagingBuffer) -> None:
-        """Mark the buffer as empty once all that the emptying stream holds now is done."""
+        """Record the event of an empty buffer behind all that the emptying stream holds now.
+
+        The filling stream waits for it before it fills the buffer again.
+        """
         buffer.holds = None
         if not self._one_stream:
             self._platform.record(buffer.emptied, self._emptier)

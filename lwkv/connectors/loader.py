@@ -99,10 +99,11 @@ class Loader(ABC, Generic[LoadT]):
         return min(1 << 2 * layer, max(8, MOST_COPIES // max(load.plan.num_slices, 1))) - 1
 
     def load_layer(self, load: LoadT, layer: int, pages: Int64s) -> None:
-        """Queue copy and kernel of one layer, and of those behind it that share its staging.
+        """Queue all that brings a layer from its pages to its place on the device: copies, kernels, an event.
 
-        One that was queued with a layer before is not queued again. `pages` are int64 (chunks,), in use until
-        `end_load` has returned; those given to `begin_load` count.
+        Copies that were queued ahead are used. Layers behind it that share its staging buffer come with it; a
+        layer that came so is not queued again. `pages` are int64 (chunks,), in use until `end_load` has
+        returned; where `begin_load` was given all pages, those are used instead.
         """
         if load.arrived[layer] is not None:
             return
@@ -228,7 +229,10 @@ class Loader(ABC, Generic[LoadT]):
     def _fill(
         self, load: LoadT, layers: range, number: int, target: PagedLayer, pages: Int64s
     ) -> StagingBuffer:
-        """Queue the copies of slice `number` of the layers into the buffer that it returns."""
+        """Queue the copies of slice `number` of `layers` into the next staging buffer; return it.
+
+        The copies stream waits until the buffer is empty, and records the event of a full one behind them.
+        """
         lane = load.lane
         if self._timeline.is_on:
             self._begin_recordings(load, layers)

@@ -175,9 +175,10 @@ class Plan:
         return pages if self._known is None else self._known[layer]
 
     def copy(self, layers: range, number: int, layer: PagedLayer, pages: Int64s) -> CopyBatch:
-        """The copies of slice `number` of layers like `layer` that share a buffer.
+        """Make the batch of copies between one staging buffer and the pages of slice `number` of `layers`.
 
-        `pages` are those of the first of them, int64 (chunks,), unless known before.
+        Nothing is queued. `layers` share the buffer, and all are like `layer`. `pages` are those of the first
+        of them, int64 (chunks,); they are not looked at if the plan was given all pages.
         """
         if self._known is None:
             return self._make_copies(number, layer, pages[None]).batch(0, 1)

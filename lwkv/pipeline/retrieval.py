@@ -110,11 +110,13 @@ class BatchRetrieval:
         return moved
 
     def advance(self, layer: int) -> None:
-        """Queue the layers up to `layer`, and make the current stream wait for those before it, if `sync`.
+        """Queue layer N = `layer` and, if `sync`, make the current stream wait for layer N - 1; then return.
 
-        A layer that is not there is left for later, when it is waited for: only then the host blocks, until
-        the tiers have brought it, or its time is over. More than `layer` is queued where that keeps the link
-        busy. Nothing is done a second time. For after `open`; `num_layers` is behind the last layer.
+        So once the hook of layer N has called this with N + 1, the stream waits for N, and N + 1 is queued.
+        Layers before these that were left out are made up for. A layer whose pages have not arrived is left
+        for the call that has to wait for it: only there the host blocks, until the tiers have brought it, or
+        its time is over. Layers behind N are queued too where that keeps the link busy. Nothing is done a
+        second time. To be called after `open`; `num_layers` stands for the end, behind the last layer.
         """
         while self.reached < layer:
             self.reached += 1

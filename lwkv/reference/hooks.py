@@ -1,4 +1,4 @@
-"""The four steps of a KV cache, as the reference engine calls them around its layers."""
+"""What the reference engine calls of a KV cache around its layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class NoCache:
-    """The four steps of an engine without a KV cache: all tokens are computed."""
+    """The calls of an engine without a KV cache: all tokens are computed."""
 
     def __init__(self) -> None:
         self._loads: Sequence[Request] = ()
