@@ -1,4 +1,4 @@
-"""The calls of an engine around a forward pass: hooks come as they like, and every step ends in one known way."""
+"""The calls of an engine around a forward pass: hooks come as they like, every step ends in one known way."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def make_engine(model: Model, device: torch.device) -> MakeEngine:
 
 @dataclass
 class Notebook:
-    """The calls of an engine, over a dictionary: prefix of tokens -> K and V of its last token in every layer.
+    """The calls of an engine, over a dictionary: prefix of tokens -> K and V of its last token, by layer.
 
     `lost` are positions whose load fails, in layer 1 and later; what fails is overwritten with garbage.
     """
