@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         default=min(MOST_THREADS, os.cpu_count() or 1),
-        help="threads that have the system give the memory (default: %(default)s)",
+        help="threads that allocate the memory (default: %(default)s)",
     )
 
 

@@ -70,7 +70,7 @@ class Config(BaseSettings):
 
     chunk_size: Count = Field(
         256,
-        description="Tokens of a chunk, the unit of hashing, lookup and eviction; with several groups of "
+        description="Tokens of a chunk, the unit of hashing, look-up and eviction; with several groups of "
         "caches the nearest multiple of their blocks.",
     )
     local_cpu: Flag = Field(

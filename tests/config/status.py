@@ -1,21 +1,21 @@
-"""Which settings are used by some parts of lwkv only: what docs/config.md says of each."""
+"""Who uses each setting: the last column of docs/config.md."""
 
 from __future__ import annotations
 
-USED = "used"
-_TIERS = "used by tiers below host memory"
-_BLENDING = "used by lwkv.blend"
+USED = "every engine"
+_TIERS = "tiers below host memory"
+_BLENDING = "blending"
 
 STATUS = {
     "write_policy": _TIERS,
-    "enable_blending": "used by lwkv.blend and in vLLM; refused in SGLang",
+    "enable_blending": "blending; refused in SGLang and for hybrid models",
     "blend_selector": _BLENDING,
     "blend_recompute_ratios": _BLENDING,
     "blend_check_layers": _BLENDING,
     "blend_min_tokens": _BLENDING,
     "blend_special_str": _BLENDING,
-    "save_unfull_chunk": "used; refused in SGLang",
-    "save_decode_cache": "used by the vLLM connector",
+    "save_unfull_chunk": "every engine; refused in SGLang and for hybrid models",
+    "save_decode_cache": "vLLM",
     "prefetch_layers": _TIERS,
     "load_timeout_s": _TIERS,
 }
