@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from lwkv.integrations.vllm.hybrid.orders import Hashes, PinOrder
@@ -72,7 +72,7 @@ class Promises:
 
     def begin(self, request_id: str, hashes: Sequence[bytes], local: int, boundary: int) -> None:
         """Have chunks pinned with which a request can go on at `boundary`; later, if too many are by now."""
-        if len(self._promises) >= MOST_AT_A_TIME:
+        if self.is_full:
             return
         self._last_number += 1
         order = PinOrder(self._last_number, Hashes.of(hashes), local, boundary)
@@ -102,7 +102,11 @@ class Promises:
     def leave(self, request_id: str) -> None:
         """Release what is pinned for a request, if anything is."""
         promise = self._promises.pop(request_id, None)
-        if promise is not None:
+        if promise is None:
+            return
+        if promise.order in self._to_pin:  # no worker has heard of it
+            self._to_pin.remove(promise.order)
+        else:
             self._to_release.append(promise.order.number)
 
     def learn(self, report: HybridReport) -> None:
@@ -117,11 +121,20 @@ class Promises:
         for request_id in list(self._promises):
             self.leave(request_id)
 
-    def orders(self) -> tuple[list[PinOrder], list[int]]:
-        """What is to be pinned, and the numbers of what is to be released, since the last call."""
+    @property
+    def is_full(self) -> bool:
+        """Whether no more can begin."""
+        return len(self._promises) >= MOST_AT_A_TIME
+
+    def orders(self, loading: Container[str] = ()) -> tuple[list[PinOrder], list[int]]:
+        """What is to be pinned, and the numbers of what is to be released, since the last call.
+
+        Args:
+            loading: requests whose promises do not time out: they are kept in this step.
+        """
         now = self._clock()
         for request_id, promise in list(self._promises.items()):
-            if now - promise.since >= 2 * self._timeout_s:
+            if request_id not in loading and now - promise.since >= 2 * self._timeout_s:
                 self.leave(request_id)
         pins, self._to_pin = self._to_pin, []
         released, self._to_release = self._to_release, []

@@ -19,17 +19,19 @@ class HybridRequest:
     Attributes:
         hashes: of its chunks.
         load: tokens [local, boundary) that its next step loads; None for none.
-        cared_for: leading tokens whose chunks were ordered to be stored in this run.
+        handled: leading tokens whose chunks were ordered to be stored in this run.
         parted_at: tokens up to which all of full attention was found when it was asked last: where prompts
             part, others may go on as well.
         failed: how often chunks that were found could not be pinned, one time after the other.
+        found_behind: tokens of vLLM's own behind which something was found last; -1: nothing was.
     """
 
     hashes: PromptHashes
     load: tuple[int, int] | None = None
-    cared_for: int = 0
+    handled: int = 0
     parted_at: int = 0
     failed: int = 0
+    found_behind: int = -1
 
     @classmethod
     def follow(cls, request: Any, chunk_size: int, epoch: str) -> HybridRequest:
@@ -42,7 +44,7 @@ class HybridRequest:
 
     def begin(self) -> None:
         """Begin to run: what was ordered in an earlier run may be gone."""
-        self.load, self.cared_for, self.failed = None, 0, 0
+        self.load, self.handled, self.failed = None, 0, 0
 
     def end_of_stores(self, decodes_too: bool) -> int:
         """Tokens of which chunks are stored: those of the prompt, or all that are known."""

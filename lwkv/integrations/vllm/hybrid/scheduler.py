@@ -127,7 +127,7 @@ class HybridScheduler:
             self._forget(request_id)
         loads = list(self._loads(output))
         stores = list(self._stores(output))
-        pins, released = self._promises.orders()
+        pins, released = self._promises.orders(self._to_load)
         # Released with the next orders, when this step's loads have ended.
         for request_id in self._to_load:
             self._promises.leave(request_id)
@@ -171,7 +171,11 @@ class HybridScheduler:
 
     def _follow(self, request: Any) -> HybridRequest:
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.request is not request:
+        if tracked is not None and tracked.request is not request:
+            # The id of one that has ended: what was promised was for other tokens.
+            self._forget(request.request_id)
+            tracked = None
+        if tracked is None:
             tracked = HybridRequest.follow(request, self._size, self._epoch)
             self._requests[request.request_id] = tracked
         return tracked
@@ -183,10 +187,13 @@ class HybridScheduler:
 
     def _look_up(self, tracked: HybridRequest, num_local: int) -> int | None:
         """0 where nothing is found; None, and its chunks are to be pinned, where something is."""
+        if self._promises.is_full and tracked.found_behind == num_local:
+            return None  # as in the step before: a queue is not looked up as a whole in each step
         num_tokens = int(tracked.request.num_tokens)
         hashes = tracked.hashes.of(self._chain, num_tokens)
         boundary = self._index.boundary(hashes, num_tokens, num_local)
         tracked.parted_at = self._index.full_hit(hashes, num_tokens, num_local)
+        tracked.found_behind = num_local if boundary > num_local else -1
         if boundary <= num_local:
             return 0
         self._promises.begin(
@@ -234,10 +241,10 @@ class HybridScheduler:
     ) -> Iterator[StoreOrder]:
         request_id, limit = tracked.request.request_id, tracked.end_of_stores(self._save_decodes)
         end = min(computed + scheduled, limit) // self._size * self._size
-        if end > tracked.cared_for and self._chain:
+        if end > tracked.handled and self._chain:
             boundaries = tracked.boundaries(computed, end, self._groups.most_looked_back)
             hashes, tables = tracked.hashes.of(self._chain, end), self._blocks(output, request_id)
-            yield StoreOrder(Hashes.of(hashes), tracked.cared_for, end, boundaries, tables)
-            tracked.cared_for = end
+            yield StoreOrder(Hashes.of(hashes), tracked.handled, end, boundaries, tables)
+            tracked.handled = end
         if not self._save_decodes and computed + scheduled >= limit:
             del self._to_store[request_id]

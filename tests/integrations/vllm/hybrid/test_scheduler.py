@@ -289,6 +289,63 @@ def test_a_request_that_ends_before_its_load_leaves_nothing_pinned(clock: Clock)
     assert not ranks.pinned
 
 
+def test_a_request_with_the_id_of_one_that_was_aborted_is_promised_nothing_of_it(clock: Clock) -> None:
+    side, ranks = make(clock)
+    compute(side, ranks, Request("a", prompt(1, 37)))
+    assert asked(side, ranks, Request("x", prompt(1, 37))) == 32
+    other = Request("x", prompt(2, 37))
+    assert side.num_new_matched_tokens(other, 0) == 0
+    ranks.answer(side.orders(output({}, ("x",))))
+    assert not ranks.pinned
+
+
+def test_what_no_worker_has_heard_of_is_neither_pinned_nor_released(clock: Clock) -> None:
+    side, ranks = make(clock)
+    compute(side, ranks, Request("a", prompt(1, 37)))
+    assert side.num_new_matched_tokens(Request("b", prompt(1, 37)), 0) is None
+    clock.now += 2 * TIMEOUT_S
+    orders = side.orders(output({}))
+    assert (orders.pins, orders.released) == ([], [])
+
+
+def test_what_a_step_loads_is_pinned_to_its_end_however_long_its_request_waited(clock: Clock) -> None:
+    side, ranks = make(clock)
+    compute(side, ranks, Request("a", prompt(1, 37)))
+    request = Request("b", prompt(1, 37))
+    assert asked(side, ranks, request) == 32
+    side.allocated(request, (), 32)
+    clock.now += 2 * TIMEOUT_S
+    orders = side.orders(output({"b": (32, 5)}))
+    assert (len(orders.loads), orders.released) == (1, [])
+    ranks.answer(orders)
+    assert len(ranks.pinned) == 1
+    ranks.answer(side.orders(output({}, ("b",))))
+    assert not ranks.pinned
+
+
+def test_a_queue_is_looked_up_once_while_no_more_can_be_pinned(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, ranks = make(clock)
+    compute(side, ranks, Request("a", prompt(1, 37)))
+    requests = [Request(str(number), prompt(1, 37)) for number in range(MOST_AT_A_TIME + 5)]
+    looked_up = []
+    boundary = side._index.boundary
+
+    def count(*arguments: Any) -> int:
+        looked_up.append(arguments)
+        return boundary(*arguments)
+
+    monkeypatch.setattr(side._index, "boundary", count)
+    for _ in range(3):
+        for request in requests:
+            side.num_new_matched_tokens(request, 0)
+        ranks.answer(side.orders(output({})))
+    assert len(looked_up) == len(requests)
+    # Behind other tokens of vLLM's own something else may be found.
+    assert side.num_new_matched_tokens(requests[-1], 32) == 0
+
+
 def test_only_so_many_requests_have_chunks_pinned_at_a_time(clock: Clock) -> None:
     side, ranks = make(clock)
     compute(side, ranks, Request("a", prompt(1, 37)))
