@@ -90,10 +90,11 @@ def attention_paid(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
     So a key counts that one word of a question needs, though all the others look elsewhere.
     """
     grouped = q.float().view(len(q), k.shape[1], -1, q.shape[-1])
-    scores = torch.einsum("nhgd,mhd->nhgm", grouped, k.float()) * q.shape[-1] ** -0.5
-    hidden = ~_mask(positions, len(k))
-    paid: Tensor = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
-    return paid.amax(0).mean((0, 1))
+    hidden, total = ~_mask(positions, len(k)), torch.zeros(len(k), device=q.device)
+    for head in range(k.shape[1]):  # all at once would take as many times the memory
+        scores = torch.einsum("ngd,md->ngm", grouped[:, head], k[:, head].float()) * q.shape[-1] ** -0.5
+        total += scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).amax(0).sum(0)
+    return total / q.shape[1]
 
 
 def _mask(positions: Tensor, num_keys: int) -> Tensor:

@@ -103,12 +103,15 @@ def _launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, out: torch.Tensor,
     blocks: torch.Tensor, paging: tuple[int, int, int], scale: float,
 ) -> None:  # fmt: skip
-    (num_rows, heads, size), rows, keys = q.shape, 64, 64
+    (num_rows, heads, size), rows = q.shape, 64
     block, key_block_step, value_block_step = paging
+    # Tiles of K and V, as many as there are stages, have to fit into 99 KiB, as devices of desktops have.
+    row_bytes = triton.next_power_of_2(size) * q.element_size()
+    keys, stages = 64 if row_bytes <= 512 else 32, 3 if row_bytes <= 256 else 2
     attend_rows[(triton.cdiv(num_rows, rows), heads)](
         q, k, v, out, positions, num_rows, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), blocks, key_block_step, value_block_step, scale * LOG2_E,
         BLOCK=block, GROUP=heads // k.shape[1], SIZE=size, WIDTH=max(triton.next_power_of_2(size), 16),
         ROWS=rows, KEYS=keys, PRECISE="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
