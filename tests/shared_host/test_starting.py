@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,11 @@ from lwkv.platforms.cpu import CPU
 from lwkv.shared_host.client import starting
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.shared_host.client.pool import NodePool
+from lwkv.shared_host.client.starting import OwnerStarter
 from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.server import Memory, Server
+from lwkv.shared_host.process import peer_of
 from lwkv.telemetry.counters import Counters
 
 
@@ -47,9 +51,66 @@ def test_engines_that_start_at_once_have_one_owner_which_ends_after_the_last_of_
     pools[1].release(pages)
     pools[1].close()
     wait_for(lambda: not path.exists())
-    for process in starting._started:
-        process.wait(60)
     assert "of host memory at" in Path(f"{path}.log").read_text()
+
+
+def parents() -> dict[int, int]:
+    """By process, its parent, of all that there are."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            number, _, rest = stat.read_text().partition(" (")
+            found[int(number)] = int(rest.rpartition(") ")[2].split()[1])
+    return found
+
+
+def descendants(process: int) -> set[int]:
+    children, found, last = parents(), set[int](), {process}
+    while last:
+        last = {child for child, parent in children.items() if parent in last}
+        found |= last
+    return found
+
+
+def test_an_owner_that_an_engine_starts_is_no_child_of_it_so_that_it_lives_when_engines_kill_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "LINGER_S", 1.0)
+    path = tmp_path / "host.sock"
+    pool = opened(path, 0.01)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(path))
+        owner, _ = peer_of(line)
+    assert owner in parents()
+    assert owner not in descendants(os.getpid())
+    assert os.getsid(owner) == owner, "of a session of its own"
+    pool.close()
+    wait_for(lambda: owner not in parents() and not path.exists())
+
+
+def test_whether_an_owner_has_ended_is_seen_though_it_is_no_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "LINGER_S", 1.0)
+    path = tmp_path / "host.sock"
+    starter = OwnerStarter(str(path), 0.01)
+    assert not starter.has_ended()
+    with closing(starter):
+        starter.start()
+        starter.start()
+        wait_for(path.exists)
+        assert not starter.has_ended()
+        wait_for(starter.has_ended)
+    assert not path.exists()
+
+
+def test_a_launcher_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "_LAUNCH", "import nothing_of_this_name")
+    with pytest.raises(
+        ConfigError, match=r"cannot start an owner: its launcher ended with 1, and .*\.log says"
+    ):
+        opened(tmp_path / "host.sock", 0.01)
+    assert "nothing_of_this_name" in (tmp_path / "host.sock.log").read_text()
 
 
 def test_an_owner_that_cannot_start_is_a_refusal_that_names_its_log(tmp_path: Path) -> None:

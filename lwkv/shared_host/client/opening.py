@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from lwkv.platforms import Platform
@@ -45,9 +46,12 @@ def open_node_memory(
         ConfigError: there is no owner, it cannot serve this engine, or the platform cannot use its memory.
     """
     waker, hello = Waker(), Hello(page_stride(page_bytes))
-    starter = OwnerStarter(path, start_gib) if start_gib else None
-    patience_s = OWN_START_S if starter is not None else patience_s
-    session = wait_for_owner(path, hello, timeout_s, waker, patience_s, starter)
+    with ExitStack() as undo:
+        starter = OwnerStarter(path, start_gib) if start_gib else None
+        if starter is not None:
+            undo.callback(starter.close)
+            patience_s = OWN_START_S
+        session = wait_for_owner(path, hello, timeout_s, waker, patience_s, starter)
     try:
         pool = NodePool(platform, page_bytes, session, counters, locks_ahead, use_device)
     except ValueError:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+from contextlib import ExitStack
 
 LINGER_S = 300.0
 """Seconds that an owner which an engine started goes on without any client: an engine may be restarting."""
 
-_started: list[subprocess.Popen[bytes]] = []  # a Popen that is dropped warns of a process that goes on
+# Ends at once, so that the owner is no child of the engine: engines kill all of their children when they end.
+_LAUNCH = """
+import subprocess, sys
+subprocess.Popen(sys.argv[2:], pass_fds=[int(sys.argv[1])], start_new_session=True)
+"""
 
 
 class OwnerStarter:
     """Starts `lwkv host` at a socket, once.
 
-    It is a process of its own session, which outlives this one, and logs into a file beside the socket. Where
-    several engines start one at the same time the first has the socket, and the others end.
+    It is a process of its own session and no child of this one, which it outlives, and logs into a file
+    beside the socket. Where several engines start one at the same time the first has the socket, and the
+    others end.
     """
 
     def __init__(self, path: str, gib: float) -> None:
         self._path = path
         self._gib = gib
-        self._process: subprocess.Popen[bytes] | None = None
+        self._life: int | None = None  # a pipe whose other end the owner has, and nobody else
 
     @property
     def log_path(self) -> str:
@@ -30,23 +37,37 @@ class OwnerStarter:
 
     def start(self) -> None:
         """Start it, if that was not done. Raises OSError."""
-        if self._process is not None:
+        if self._life is not None:
             return
-        command = [sys.executable, "-m", "lwkv", "host", "--size", f"{self._gib:.6f}"]
-        command += ["--socket", self._path, "--linger", str(LINGER_S)]
-        log = os.open(self.log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,  # not this process's: whoever reads that would wait for the owner's end
-                start_new_session=True,
+        with ExitStack() as undo:
+            # Not this process's log: whoever reads that would wait for the owner's end.
+            log = os.open(self.log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, log)
+            self._life, end = os.pipe()
+            undo.callback(os.close, end)
+            launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(end), *self._command()]
+            launched = subprocess.run(
+                launch, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, pass_fds=[end]
             )
-        finally:
-            os.close(log)
-        _started.append(self._process)
+        if launched.returncode:
+            raise ChildProcessError(
+                f"its launcher ended with {launched.returncode}, and {self.log_path} says why"
+            )
 
     def has_ended(self) -> bool:
         """Whether it ended: it failed, or another one was faster."""
-        return self._process is not None and self._process.poll() is not None
+        if self._life is None:
+            return False
+        ends = select.poll()
+        ends.register(self._life, select.POLLIN)
+        return bool(ends.poll(0))
+
+    def close(self) -> None:
+        """Look after the owner no more; it goes on."""
+        if self._life is not None:
+            os.close(self._life)
+            self._life = None
+
+    def _command(self) -> list[str]:
+        command = [sys.executable, "-m", "lwkv", "host", "--size", f"{self._gib:.6f}"]
+        return [*command, "--socket", self._path, "--linger", str(LINGER_S)]
