@@ -16,10 +16,13 @@ from shared_host.workers import wait_for
 
 from lwkv.errors import ConfigError
 from lwkv.platforms.cpu import CPU
-from lwkv.shared_host.client import starting
+from lwkv.shared_host.client import connecting, opening, starting
+from lwkv.shared_host.client.connecting import wait_for_owner
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.shared_host.client.pool import NodePool
+from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.starting import OwnerStarter
+from lwkv.shared_host.greeting import Hello
 from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.server import Memory, Server
@@ -85,7 +88,7 @@ def test_an_owner_that_an_engine_starts_is_no_child_of_it_so_that_it_lives_when_
     assert owner not in descendants(os.getpid())
     assert os.getsid(owner) == owner, "of a session of its own"
     pool.close()
-    wait_for(lambda: owner not in parents() and not path.exists())
+    wait_for(lambda: not path.exists())
 
 
 def test_whether_an_owner_has_ended_is_seen_though_it_is_no_child(
@@ -134,3 +137,103 @@ def test_an_owner_ends_when_nobody_has_been_connected_for_long_and_not_before(tm
         assert thread.is_alive()
     thread.join()
     address.close()
+
+
+class Loser(OwnerStarter):
+    """Starts an owner that ends at once, as another engine's was faster."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), 0.01)
+        self.starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def has_ended(self) -> bool:
+        return self.starts > 0
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connecting, "FIRST_HELLO_S", 1.0)
+
+
+def waiting(path: Path, starter: OwnerStarter, patience_s: float) -> Session:
+    return wait_for_owner(str(path), Hello(4096), LONG_S, lambda: None, patience_s, starter)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_owner_that_listens_is_waited_for_while_it_takes_its_memory_by_those_too_that_started_another(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "host.sock"
+    starter = Loser(path)
+    with ThreadPoolExecutor(1) as threads:
+        session = threads.submit(waiting, path, starter, 60.0)
+        wait_for(lambda: starter.starts > 0)
+        address = Address(str(path))
+        time.sleep(3.0)  # longer than a hello, and than nobody may listen
+        assert not session.done()
+        server = Server(address, Memory(make_memory(4096), 4096))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        opened_session = session.result()
+    assert opened_session.welcome.num_bytes == 4096
+    assert server.status()["clients"] == 1
+    assert server.status()["clients_leaving"] == 0, "one hello, which was waited for"
+    opened_session.connection.close()
+    opened_session.connection.release()
+    server.stop()
+    thread.join()
+    address.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_owner_whose_queue_of_connections_is_full_is_one_that_starts(tmp_path: Path) -> None:
+    path = tmp_path / "host.sock"
+    address, starter = Address(str(path)), Loser(path)
+    address.socket.listen(0)
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(str(path))
+        with pytest.raises(ConfigError, match="temporarily unavailable; its owner listens"):
+            waiting(path, starter, 1.0)
+    assert not starter.starts
+    address.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_owner_that_fails_while_it_takes_its_memory_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "host.sock"
+    starter = Loser(path)
+    with ThreadPoolExecutor(1) as threads:
+        session = threads.submit(waiting, path, starter, 600.0)
+        wait_for(lambda: starter.starts > 0)
+        address = Address(str(path))
+        time.sleep(1.0)
+        address.close()
+        with pytest.raises(ConfigError, match=r"one was started, and .*host\.sock\.log says why"):
+            session.result()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_owner_that_never_answers_is_reported_as_one_that_listens(tmp_path: Path) -> None:
+    path = tmp_path / "host.sock"
+    address = Address(str(path))
+    with pytest.raises(ConfigError, match="its owner listens but is stopped, or has not taken all"):
+        waiting(path, Loser(path), 0.1)
+    address.close()
+
+
+def test_more_memory_is_waited_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def note(*args: object) -> Session:
+        waits.append(float(str(args[4])))
+        raise ConfigError("nobody")
+
+    monkeypatch.setattr(opening, "wait_for_owner", note)
+    for gib in (1.0, 500.0):
+        with pytest.raises(ConfigError, match="nobody"):
+            opened(tmp_path / "host.sock", gib)
+    assert waits[0] >= opening.OWN_START_S
+    assert waits[1] - waits[0] >= 499 * opening.GIB_START_S

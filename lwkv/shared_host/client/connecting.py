@@ -24,17 +24,22 @@ from lwkv.shared_host.socket_path import check_path
 HELLO_S = 5.0
 """Seconds that an owner may take to greet; nobody waits for that but who looks for a new owner."""
 
-FIRST_HELLO_S = 60.0
-"""The same of whoever starts: the owner may still be taking its memory."""
+FIRST_HELLO_S = 300.0
+"""The same of whoever starts, at least: an owner listens before it has taken its memory, of any size."""
 
 ENDED_S = 2.0
-"""Seconds that an owner is waited for after the one that was started has ended."""
+"""Seconds that nobody may listen after the owner that was started has ended."""
 
 _MOST_DESCRIPTORS = 16
 
 
 class NoOwnerError(LwkvError, ConnectionError):
     """Nobody listens at the socket, or nobody who answers."""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether somebody listens who has not answered yet, or has more to answer than it can queue."""
+        return isinstance(self.__cause__, (TimeoutError, BlockingIOError))
 
 
 def connect(
@@ -79,6 +84,8 @@ def wait_for_owner(
 ) -> Session:
     """As `connect`, and try again for `patience_s` seconds: the owner may be starting, too.
 
+    One that listens has as long to greet, and FIRST_HELLO_S at least: it listens before it has its memory.
+
     Args:
         starter: starts one where there is none.
 
@@ -86,19 +93,21 @@ def wait_for_owner(
         ConfigError: it cannot serve this client, or there is none.
     """
     deadline = time.monotonic() + patience_s
+    refused_until = deadline
     while True:
         try:
-            return connect(path, hello, timeout_s, wake, FIRST_HELLO_S)
+            return connect(path, hello, timeout_s, wake, max(FIRST_HELLO_S, deadline - time.monotonic()))
         except NoOwnerError as error:
-            if time.monotonic() >= deadline:
-                raise ConfigError(f"host_memory: {error}; {_advice(path, starter)}") from error
-        if starter is not None:
-            deadline = _start(starter, deadline)
+            is_starting = error.is_starting
+            if time.monotonic() >= (deadline if is_starting else refused_until):
+                raise ConfigError(f"host_memory: {error}; {_advice(path, starter, is_starting)}") from error
+        if starter is not None and not is_starting:
+            refused_until = _start(starter, refused_until)
         time.sleep(0.1)
 
 
 def _start(starter: OwnerStarter, deadline: float) -> float:
-    """Start an owner; until when it is waited for."""
+    """Start an owner; until when nobody may listen."""
     try:
         starter.start()
     except OSError as error:
@@ -107,7 +116,9 @@ def _start(starter: OwnerStarter, deadline: float) -> float:
     return min(deadline, time.monotonic() + ENDED_S) if starter.has_ended() else deadline
 
 
-def _advice(path: str, starter: OwnerStarter | None) -> str:
+def _advice(path: str, starter: OwnerStarter | None, is_starting: bool) -> str:
+    if is_starting:
+        return "its owner listens but is stopped, or has not taken all of its memory yet"
     if starter is None:
         return f"start it with: lwkv host --size GIB --socket {path}"
     return f"one was started, and {starter.log_path} says why it does not answer"

@@ -22,6 +22,9 @@ START_S = 10.0
 OWN_START_S = 120.0
 """The same for an owner that the engine has started itself."""
 
+GIB_START_S = 2.0
+"""Seconds more for each GiB that it takes: a system that has to make huge pages first is slow."""
+
 
 def open_node_memory(
     path: str,
@@ -50,7 +53,7 @@ def open_node_memory(
         starter = OwnerStarter(path, start_gib) if start_gib else None
         if starter is not None:
             undo.callback(starter.close)
-            patience_s = OWN_START_S
+            patience_s = OWN_START_S + GIB_START_S * start_gib
         session = wait_for_owner(path, hello, timeout_s, waker, patience_s, starter)
     try:
         pool = NodePool(platform, page_bytes, session, counters, locks_ahead, use_device)
