@@ -87,7 +87,10 @@ class NodeIndex:
         pages = _joined([pages, *self.pages.spills_of(pages).values()])
         in_chunks = int(np.count_nonzero((pages >= first) & (pages < end)))
         # Others are reserved: a client writes them.
-        if in_chunks != self.pages.num_used_in(slab) or not self.tier.remove(keys):
+        if in_chunks != self.pages.num_used_in(slab):
+            return False
+        # The tier knows who else has a chunk's own pages, not what is beside them.
+        if self.pages.shared(pages).any() or not self.tier.remove(keys):
             return False
         self.pages.remove_slab(slab)
         return True

@@ -12,6 +12,7 @@ from storage.rig import keys
 
 from lwkv.shared_host.owner import index as owner_index
 from lwkv.shared_host.owner.index import Client, NodeIndex
+from lwkv.shared_host.owner.slabs import Slabs
 from lwkv.shared_host.protocol import (
     Message,
     Op,
@@ -200,3 +201,20 @@ def test_chunks_that_a_reply_has_no_room_for_are_not_found(op: Op, monkeypatch: 
     client.holds.end_all()
     require_all_in_chunks(index)
     assert index.tier.pins == 0
+
+
+def test_a_slab_is_not_cut_anew_while_a_client_has_but_what_is_beside_the_page_of_a_chunk() -> None:
+    slabs = Slabs(2 * 400, 400)
+    small, large = NodeIndex(8, 4, slabs), NodeIndex(4, 2, slabs)
+    writer, other = small.client(), large.client()
+    first, beside, *rest = reserve(small, writer, 4)
+    commit_with(small, writer, [first], [1], {first: [beside]}, 1)
+    free(small, writer, [first, *rest])
+    assert len(reserve(large, other, 2)) == 2, "the slab that nobody has"
+    assert reserve(large, other, 2) == []
+    assert small.state().chunks == 1
+    assert small.pages.num_used_in(0) == 2
+    free(small, writer, [beside])
+    assert len(reserve(large, other, 2)) == 2
+    assert small.state().chunks == 0
+    assert (small.pages.num_there, small.pages.references) == (0, 0)
