@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lwkv.hybrid.end_distances import EndDistances
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.prefix_order import PrefixOrder
 
@@ -58,10 +59,10 @@ class Units:
     def __init__(self, reaches: Mapping[int, Reach]) -> None:
         self._reaches = reaches
         self._main = next((kind for kind, reach in reaches.items() if reach.chunks is None), None)
-        self._farthest = max((reach.chunks or 0 for reach in reaches.values()), default=0)
         self._units: dict[UnitKey, Unit] = {}
         self._order: PrefixOrder[UnitKey] = PrefixOrder()
-        self._next: dict[bytes, set[bytes]] = {}  # behind each chunk, of full attention
+        bounds = {max(1, reach.chunks) for reach in reaches.values() if reach.chunks is not None}
+        self._distances = EndDistances(bounds)  # of chunks of full attention
         self._inside: OrderedDict[UnitKey, None] = OrderedDict()
         self._states: OrderedDict[UnitKey, None] = OrderedDict()  # used longest ago first
 
@@ -95,13 +96,12 @@ class Units:
         elif key.kind == self._main:
             self._order.add(key, None if before is None else UnitKey(before, self._main))
             if before is not None:
-                self._next.setdefault(before, set()).add(key.hash)
-                self._revise(before)
+                self._revise(self._distances.add(key.hash, before))
         else:
             self._order.add(key, UnitKey(key.hash, self._main))
+            self._put_inside(key)
         if self._reaches[key.kind].is_state:
             self._states[key] = None
-        self._revise(key.hash)
         return unit
 
     def use(self, keys: Sequence[UnitKey], as_hit: bool = False) -> None:
@@ -127,16 +127,11 @@ class Units:
 
     def remove(self, key: UnitKey) -> Unit:
         """Forget a unit that is here."""
-        before = self._order.parent(key)
         self._order.remove(key)
         self._inside.pop(key, None)
         self._states.pop(key, None)
-        if key.kind == self._main and before is not None:
-            behind = self._next[before.hash]
-            behind.discard(key.hash)
-            if not behind:
-                del self._next[before.hash]
-            self._revise(before.hash)
+        if key.kind == self._main:
+            self._revise(self._distances.remove(key.hash))
         return self._units.pop(key)
 
     def _with_before(self, keys: Sequence[UnitKey]) -> list[UnitKey]:
@@ -154,25 +149,20 @@ class Units:
         others = [key for key in found if key.kind != self._main]
         return [*(key for key in found if key.kind == self._main), *reversed(others)]
 
-    def _revise(self, chunk: bytes) -> None:
-        """Work out again which windows and states of a chunk and of those before it are inside."""
-        for _ in range(self._farthest):
-            for kind, reach in self._reaches.items():
-                key = UnitKey(chunk, kind)
-                if reach.chunks is not None and key in self._units:
-                    self._put_inside(key, reach.chunks)
-            before = None if self._main is None else self._order.parent(UnitKey(chunk, self._main))
-            if before is None:
-                return
-            chunk = before.hash
+    def _revise(self, chunks: Iterable[bytes]) -> None:
+        """Work out again which windows and states of chunks are inside."""
+        for chunk in chunks:
+            for kind in self._reaches:
+                if (key := UnitKey(chunk, kind)) in self._units:
+                    self._put_inside(key)
 
-    def _put_inside(self, key: UnitKey, reach: int) -> None:
-        if self._units[key].was_hit or self._is_near_end(key.hash, reach):
+    def _put_inside(self, key: UnitKey) -> None:
+        if self._units[key].was_hit or self._is_near_end(key):
             self._inside.pop(key, None)
         else:
             self._inside.setdefault(key, None)
 
-    def _is_near_end(self, chunk: bytes, reach: int) -> bool:
-        """Whether a prefix ends less than `reach` chunks behind a chunk."""
-        behind = self._next.get(chunk)
-        return not behind or (reach > 1 and any(self._is_near_end(key, reach - 1) for key in behind))
+    def _is_near_end(self, key: UnitKey) -> bool:
+        """Whether a prefix ends less than its reach behind a unit; of full attention always."""
+        reach = self._reaches[key.kind].chunks
+        return reach is None or self._distances.of(key.hash) < max(1, reach)

@@ -196,15 +196,14 @@ class StorageManager:
     ) -> None:
         """Make complete chunks visible and have the lower tiers get them; takes over their pages.
 
-        They are visible even if a tier raises, which is passed on. `parents` has the chunk before each,
-        `parts` what each is a part of.
+        They are visible even if a tier raises, which is passed on; whatever raises, they can be stored again.
+        `parents` has the chunk before each, `parts` what each is a part of.
         """
-        try:
+        with ExitStack() as after:
+            after.callback(self._unclaim, keys)
+            after.callback(self._insert, keys, chunks, parents)
             for key, chunk, part in zip(keys, chunks, parts, strict=True):
                 self.lower.keep(self.lower.guards, key, chunk, part)
-        finally:
-            self._insert(keys, chunks, parents)
-            self._unclaim(keys)
         self._grow_ahead(sum(len(chunk.pages) for chunk in chunks))
 
     def allocate(self, num_pages: int) -> Int64s | None:

@@ -270,6 +270,24 @@ def test_pages_of_a_layer_are_neighbours_in_an_empty_pool(make_rig: MakeRig) -> 
     write.abort()
 
 
+def test_a_chunk_that_could_not_be_inserted_can_be_stored_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("not inserted")
+
+    write = rig.begin(1)
+    assert write is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.host, "insert", fail)
+        with pytest.raises(RuntimeError, match="not inserted"):
+            write.commit()
+    assert rig.manager.writes_in_flight == 0
+    rig.pool.release(write.pages.ravel())  # the host tier that raised has not taken them over
+    rig.store(1)
+    assert rig.lookup(1) == 1
+
+
 def test_a_write_that_finds_no_memory_is_refused_and_claims_nothing(
     make_rig: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:
