@@ -13,9 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from shared_host.owners import OwnerThread, owner_at, pool_at, session_at
 from storage.rig import PAGE_BYTES, keys
 
+from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
 from lwkv.shared_host import protocol
 from lwkv.shared_host.client import connection
 from lwkv.shared_host.client import session as client_session
@@ -25,7 +29,7 @@ from lwkv.shared_host.greeting import Hello, write
 from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner import server
 from lwkv.shared_host.owner.address import Address
-from lwkv.shared_host.protocol import Op, pack
+from lwkv.shared_host.protocol import Frames, Message, Op, pack, read_numbers, read_spills
 from lwkv.storage import Chunk
 
 
@@ -146,6 +150,49 @@ def test_an_owner_lives_on_whatever_a_client_says_first(session: Session, path: 
     assert other.connection.is_lost
     other.connection.release()
     assert session.has(8, keys(1)) == [False]
+
+
+def sent_commits(
+    session: Session, monkeypatch: pytest.MonkeyPatch, lengths: list[int], spills: dict[int, Int64s]
+) -> list[Message]:
+    """What is sent for chunks of pages 0, 1, ...; every message is one that the owner takes."""
+    sent: list[bytes] = []
+    monkeypatch.setattr(session.connection, "tell", lambda op, *parts: sent.append(pack(op, 0, parts)))
+    names = [ChunkKey("", number.to_bytes(16, "little")) for number in range(len(lengths))]
+    session.commit(names, [None, *names[:-1]], lengths, np.arange(sum(lengths)), spills)
+    messages = [message for frame in sent for message in Frames(protocol.MOST_REQUEST_BYTES).feed(frame)]
+    assert b"".join(message.parts[0] for message in messages) == protocol.pack_keys(names)
+    assert [n for message in messages for n in read_numbers(message.parts[2]).tolist()] == lengths
+    pages = [read_numbers(message.parts[3]).tolist() for message in messages]
+    assert [page for part in pages for page in part] == list(range(sum(lengths)))
+    for message, part in zip(messages, pages, strict=True):
+        beside = {page: spill.tolist() for page, spill in read_spills(message.parts[4]).items()}
+        assert beside == {page: spills[page].tolist() for page in part if page in spills}
+    return messages
+
+
+def test_chunks_with_much_beside_their_pages_are_committed_in_messages_that_the_owner_takes(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_chunks, beside = 120_000, np.arange(10)
+    messages = sent_commits(session, monkeypatch, [1] * num_chunks, dict.fromkeys(range(num_chunks), beside))
+    numbers = num_chunks * (3 + len(beside))
+    assert len(messages) == -(-numbers // protocol.MOST_PAGES)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 4), max_size=12), st.dictionaries(st.integers(0, 20), st.integers(0, 5)))
+def test_every_chunk_is_committed_once_with_what_is_beside_it(
+    session: Session, lengths: list[int], beside: dict[int, int]
+) -> None:
+    spills = {page: np.arange(count) for page, count in beside.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_session, "MOST_PAGES", 9)
+        patch.setattr(client_session, "MOST_KEYS", 10)
+        for message in sent_commits(session, patch, lengths, spills):
+            num_chunks = len(message.parts[2]) // 8
+            numbers = (len(message.parts[3]) + len(message.parts[4])) // 8
+            assert num_chunks == 1 or (num_chunks <= 5 and numbers <= 9)
 
 
 def test_what_one_message_has_no_room_for_goes_in_several(

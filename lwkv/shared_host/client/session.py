@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -99,7 +100,7 @@ class Session:
         Args:
             lengths: how many of `pages`, int64 (pages,), each chunk has.
         """
-        for part, inside in _parts(lengths):
+        for part, inside in _parts(lengths, pages, spills):
             own = pages[inside]
             beside = {page: spills[page] for page in own.tolist() if page in spills} if spills else {}
             packed = pack_keys(keys[part]), pack_parents(parents[part]), pack_numbers(lengths[part])
@@ -155,17 +156,26 @@ def _padded(answers: list[int], count: int) -> list[int]:
     return [*answers, *[0] * (count - len(answers))]
 
 
-def _parts(lengths: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+def _parts(
+    lengths: Sequence[int], pages: Int64s, spills: Mapping[int, Int64s]
+) -> Iterator[tuple[slice, slice]]:
     """Chunks that one message has room for, and their pages: positions of both."""
-    first = page = 0
+    ends = [0, *accumulate(lengths)]
+    numbers = [0, *accumulate(_numbers_for(page, spills) for page in pages.tolist())] if spills else None
+    sizes = ends if numbers is None else [numbers[end] for end in ends]
+    first = 0
     while first < len(lengths):
-        last, end = first, page
-        while last < len(lengths) and (last == first or _fits(last + 1 - first, end + lengths[last] - page)):
-            end += lengths[last]
+        last = first + 1
+        while last < len(lengths) and _fits(last + 1 - first, sizes[last + 1] - sizes[first]):
             last += 1
-        yield slice(first, last), slice(page, end)
-        first, page = last, end
+        yield slice(first, last), slice(ends[first], ends[last])
+        first = last
 
 
-def _fits(num_chunks: int, num_pages: int) -> bool:
-    return num_chunks <= MOST_KEYS // 2 and num_pages <= MOST_PAGES
+def _fits(num_chunks: int, num_numbers: int) -> bool:
+    return num_chunks <= MOST_KEYS // 2 and num_numbers <= MOST_PAGES
+
+
+def _numbers_for(page: int, spills: Mapping[int, Int64s]) -> int:
+    """How many numbers a message has for a page of a chunk and what is beside it; see `pack_spills`."""
+    return 3 + len(spills[page]) if page in spills else 1
