@@ -116,6 +116,15 @@ def test_a_launcher_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.M
     assert "nothing_of_this_name" in (tmp_path / "host.sock.log").read_text()
 
 
+def test_a_log_that_is_a_link_is_not_written(tmp_path: Path) -> None:
+    aim = tmp_path / "file"
+    aim.write_text("of the user")
+    (tmp_path / "host.sock.log").symlink_to(aim)
+    with pytest.raises(ConfigError, match=r"cannot start an owner: .*symbolic links.*host\.sock\.log"):
+        opened(tmp_path / "host.sock", 0.01)
+    assert aim.read_text() == "of the user"
+
+
 def test_an_owner_that_cannot_start_is_a_refusal_that_names_its_log(tmp_path: Path) -> None:
     path = tmp_path / "host.sock"
     with pytest.raises(ConfigError, match=r"one was started, and .*host\.sock\.log says why"):

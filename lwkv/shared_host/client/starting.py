@@ -11,6 +11,9 @@ from contextlib import ExitStack
 LINGER_S = 300.0
 """Seconds that an owner which an engine started goes on without any client: an engine may be restarting."""
 
+# No link: in a folder that others write, one of theirs would have this user's files written.
+_LOG_FLAGS = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+
 # Ends at once, so that the owner is no child of the engine: engines kill all of their children when they end.
 _LAUNCH = """
 import subprocess, sys
@@ -41,7 +44,7 @@ class OwnerStarter:
             return
         with ExitStack() as undo:
             # Not this process's log: whoever reads that would wait for the owner's end.
-            log = os.open(self.log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            log = os.open(self.log_path, _LOG_FLAGS, 0o600)
             undo.callback(os.close, log)
             self._life, end = os.pipe()
             undo.callback(os.close, end)
