@@ -67,7 +67,11 @@ def test_two_ranks_that_compute_all_again_give_vllms_own_answer(asked: Asked, pl
     assert asked.counted("failures") == 0
 
 
-@pytest.mark.parametrize("asked", [{"blend_recompute_ratios": 0.3}], indirect=True)
+# One rank alone would compute more while it loads.
+FIXED_SHARE = {"blend_recompute_ratios": 0.3, "blend_more_while_loading": False}
+
+
+@pytest.mark.parametrize("asked", [FIXED_SHARE], indirect=True)
 def test_two_ranks_choose_the_rows_that_one_rank_does(asked: Asked, llama: Path) -> None:
     """What they have in common is the sum of what has changed in the heads of each."""
     parts = documents(310, 100, 150, 77)
@@ -76,7 +80,7 @@ def test_two_ranks_choose_the_rows_that_one_rank_does(asked: Asked, llama: Path)
     found = [asked.ask([one])[0] for one in prompts]
     computed = asked.counted("tokens_chosen")
     alone = Asked.__new__(Asked)
-    arguments = blending(blend_recompute_ratios=0.3) | {"enable_prefix_caching": True}
+    arguments = blending(**FIXED_SHARE) | {"enable_prefix_caching": True}
     alone.engine = Elsewhere(llama, {}, max_num_batched_tokens=1024, **arguments)
     try:
         alone.encode(parts)
