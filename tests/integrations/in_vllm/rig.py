@@ -157,9 +157,9 @@ class Engine:
         engine.abort_request([f"aborted-{after_steps}"])
         assert not engine.has_unfinished_requests()
 
-    def flush(self) -> bool:
+    def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until all that was stored is in every tier."""
-        return bool(self.worker.engine.flush())
+        return bool(self.worker.engine.flush(timeout_s))
 
     def evict_all(self) -> None:
         """Empty lwkv's host memory, as others' chunks would push all out."""

@@ -32,7 +32,8 @@ def test_what_a_slow_tier_has_is_computed_and_answers_are_the_same(
         again = [prompts[-1]]
         for batch in (prompts, prompts, again):
             assert_same(engine.ask(batch), plain.ask(batch))
-            assert engine.flush()
+            # As many chunks as host memory holds may be on their way to the tier.
+            assert engine.flush(timeout_s=120.0)
         engine.new_hits()
         assert_same(engine.ask(again), plain.ask(again))
         assert engine.new_hits() > 0, "what host memory has is loaded all the same"
