@@ -11,7 +11,7 @@ from lwkv.errors import ConfigError
 
 def refuse_settings(config: Config) -> None:
     """Raise ConfigError for what does not work with several kinds of caches, all of it in one text."""
-    if faults := list(_faults(config)):
+    if faults := [f"{name}: {what_to_do}" for name, what_to_do in unusable_settings(config)]:
         raise ConfigError(
             "this model keeps several kinds of caches, which do not work with "
             + "; ".join(faults)
@@ -19,17 +19,18 @@ def refuse_settings(config: Config) -> None:
         )
 
 
-def _faults(config: Config) -> Iterator[str]:
-    for name in ("host_memory", "local_disk", "remote_url"):
+def unusable_settings(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that do not work with several kinds of caches as they are set: the name, and what to do."""
+    for name in ("local_disk", "remote_url", "host_memory"):
         if getattr(config, name) is not None:
-            yield f"{name}: set it to null, chunks are kept in this process's host memory only"
-    for name in ("enable_blending", "save_unfull_chunk"):
-        if getattr(config, name):
-            yield f"{name}: got true; set it to false"
+            yield name, "set it to null, chunks are kept in this process's host memory only"
     if not config.local_cpu:
-        yield "local_cpu: got false; set it to true"
+        yield "local_cpu", "got false; set it to true"
+    for name in ("save_unfull_chunk", "enable_blending"):
+        if getattr(config, name):
+            yield name, "got true; set it to false"
     if config.page_codec == "lossless":
-        yield "page_codec: got 'lossless'; set it to 'raw' or 'auto'"
+        yield "page_codec", "got 'lossless'; set it to 'raw' or 'auto'"
 
 
 def group_config(config: Config, tokens: int, num_groups: int, page_bytes: int) -> Config:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lwkv.errors import ConfigError
+from lwkv.hybrid.refusals import unusable_settings
 from lwkv.integrations.vllm.hybrid.groups import ONE_GROUP
 from lwkv.integrations.vllm.settings import Settings
 from lwkv.integrations.vllm.versions import release_of
@@ -25,23 +26,13 @@ def can_have_groups(version: str) -> bool:
 
 def refuse(settings: Settings, vllm_config: Any) -> None:
     """Raise ConfigError for what cannot be used with several groups, and log what has no effect there."""
-    for problem in (*_of_settings(settings), *_of_vllm(vllm_config)):
+    of_settings = (f"{name} as it is set cannot be used" for name, _ in unusable_settings(settings))
+    for problem in (*of_settings, *_of_vllm(vllm_config)):
         raise ConfigError(
             f"{problem} with the several groups of KV caches that this model has; {ONE_GROUP}, or change that"
         )
     if settings.load_when == "cheaper":
         log.info("with several groups of KV caches all that is found in host memory is loaded")
-
-
-def _of_settings(settings: Settings) -> Iterator[str]:
-    for name in ("local_disk", "remote_url", "host_memory"):
-        if getattr(settings, name):
-            yield f"{name} cannot be used"
-    if not settings.local_cpu:
-        yield "local_cpu: false cannot be used"
-    for name in ("save_unfull_chunk", "enable_blending"):
-        if getattr(settings, name):
-            yield f"{name} cannot be used"
 
 
 def _of_vllm(vllm_config: Any) -> Iterator[str]:
