@@ -7,16 +7,14 @@ first token, the share of prompt tokens that were cached, and answers a second.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from lwkv.benchmarks.measuring.shapes import SHAPES
 from lwkv.benchmarks.vllm.conversations import Conversations
 from lwkv.benchmarks.vllm.engines import MODES, parse_modes
 from lwkv.benchmarks.vllm.load import Load
+from lwkv.benchmarks.vllm.options import parser_of, shape_of
 from lwkv.benchmarks.vllm_serving import faults, measure, write_result
 
 DEFAULT_MODES = ("plain", "lwkv", "native")
@@ -49,14 +47,7 @@ class Plan:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lwkv.benchmarks.vllm_conversations",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-8b", help="whose KV cache and layers"
-    )
+    parser = parser_of("vllm_conversations", __doc__)
     parser.add_argument(
         "--engines", default=",".join(DEFAULT_MODES), help=f"by comma, some of {', '.join(MODES)}"
     )
@@ -70,13 +61,10 @@ def main() -> int:
     parser.add_argument("--host-gib", type=float, help="host memory, if not as much as is needed")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--at-once", action="store_true", help="start all engines at the same time")
-    parser.add_argument(
-        "--output", type=Path, default=Path("vllm-conversations.json"), help="file for the results"
-    )
     args = parser.parse_args()
     counts = (args.conversations, args.turns, args.first, args.more, args.answer, args.running)
     plan = Plan(Conversations(*counts), args.in_gpu, args.eager, args.host_gib)
-    findings = measure(parse_modes(args.engines), SHAPES[args.shape], plan, args.at_once)
+    findings = measure(parse_modes(args.engines), shape_of(args), plan, args.at_once)
     return write_result(args.output, findings, faults(findings, plan))
 
 

@@ -8,7 +8,6 @@ time to first token, and answers a second of both engines together.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from lwkv.benchmarks.measuring.owner import owner_of
-from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.measuring.shapes import Shape
 from lwkv.benchmarks.vllm.conversations import Conversations, Conversed
 from lwkv.benchmarks.vllm.engines import Engine, engine_arguments
+from lwkv.benchmarks.vllm.options import parser_of, shape_of
 from lwkv.benchmarks.vllm_conversations import Plan
 from lwkv.benchmarks.vllm_serving import Finding, faults, write_result
 from lwkv.benchmarks.vllm_ttft import write_model
@@ -111,15 +111,7 @@ def _add(conversed: Conversed, found: Sequence[Conversed]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lwkv.benchmarks.vllm_pair",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-8b", help="of the KV and the layers"
-    )
-    parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
+    parser = parser_of("vllm_pair", __doc__)
     parser.add_argument("--devices", default="0,1", help="one for each engine, by comma")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5, help="turns of each conversation")
@@ -132,13 +124,10 @@ def main() -> int:
         "--in-host", type=float, default=0.9, help="share of all tokens in the host memory of both engines"
     )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs: a start takes less time")
-    parser.add_argument("--output", type=Path, default=Path("vllm-pair.json"), help="file for the results")
     args = parser.parse_args()
     counts = (args.conversations, args.turns, args.first, args.more, args.answer, args.at_once)
     plan = Plan(Conversations(*counts), args.in_gpu, args.eager)
-    shape = SHAPES[args.shape]
-    shape = replace(shape, block_size=args.block_size or shape.block_size)
-    findings = measure(Pair(shape, plan, args.devices.split(","), args.in_host))
+    findings = measure(Pair(shape_of(args), plan, args.devices.split(","), args.in_host))
     return write_result(args.output, findings, faults(findings, plan))
 
 

@@ -9,7 +9,6 @@ memory. `python -m lwkv.benchmarks.vllm_report` makes a table and a picture of t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.measuring.shapes import Shape
 from lwkv.benchmarks.vllm.conversations import Conversations, Conversed
 from lwkv.benchmarks.vllm.engines import LWKV_MODES, MODES, Engine, Sized, parse_modes, started
 from lwkv.benchmarks.vllm.load import Load, Served
+from lwkv.benchmarks.vllm.options import parser_of, shape_of
 from lwkv.benchmarks.vllm_report import SCHEMA, tables
 from lwkv.benchmarks.vllm_ttft import versions
 
@@ -189,14 +189,7 @@ def _rounded(value: Any) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lwkv.benchmarks.vllm_serving",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-8b", help="whose KV cache and layers"
-    )
+    parser = parser_of("vllm_serving", __doc__)
     parser.add_argument(
         "--engines", default=",".join(DEFAULT_MODES), help=f"by comma, some of {', '.join(MODES)}"
     )
@@ -222,9 +215,7 @@ def main() -> int:
         action="store_true",
         help="start all engines at the same time, which needs memory for all; each gets a load in turns",
     )
-    parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--output", type=Path, default=Path("vllm-serving.json"), help="file for the results")
     args = parser.parse_args()
     talks = Conversations(args.conversations, args.turns, args.prefix, 448, 16, 4)
     plan = Plan(
@@ -239,9 +230,7 @@ def main() -> int:
         conversations=talks if args.conversations else None,
         host_gib=args.host_gib,
     )
-    shape = SHAPES[args.shape]
-    shape = replace(shape, block_size=args.block_size or shape.block_size)
-    findings = measure(parse_modes(args.engines), shape, plan, args.at_once)
+    findings = measure(parse_modes(args.engines), shape_of(args), plan, args.at_once)
     return write_result(args.output, findings, faults(findings, plan))
 
 

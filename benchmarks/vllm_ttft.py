@@ -6,14 +6,13 @@ so that a drifting clock is the same for all. Weights are dummies: the times are
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -21,8 +20,9 @@ from typing import Any
 
 from lwkv.benchmarks.measuring.child import Child
 from lwkv.benchmarks.measuring.owner import owner_of
-from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
+from lwkv.benchmarks.measuring.shapes import Shape
 from lwkv.benchmarks.vllm.child import Answer, Prompt
+from lwkv.benchmarks.vllm.options import parser_of, shape_of
 from lwkv.shared_host.client.status import read_status
 
 ENGINES = ("plain", "lwkv", "native", "lwkv-node")
@@ -246,17 +246,9 @@ def started(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lwkv.benchmarks.vllm_ttft",
-        description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="llama-8b", help="whose KV cache and layers"
-    )
+    parser = parser_of("vllm_ttft", __doc__)
     parser.add_argument("--prefixes", default="2048,8192,32768", help="numbers of cached tokens, by comma")
     parser.add_argument("--suffix", type=int, default=256, help="new tokens")
-    parser.add_argument("--block-size", type=int, help="tokens of vLLM's blocks, if not as the shape says")
     parser.add_argument("--repeats", type=int, default=6, help="runs of which a median is taken")
     parser.add_argument(
         "--engines", default=",".join(DEFAULT_ENGINES), help=f"by comma, some of {', '.join(ENGINES)}"
@@ -265,12 +257,10 @@ def main() -> int:
     parser.add_argument(
         "--host-gib", type=float, default=16.0, help="GiB of host memory for lwkv, and for vLLM's offloading"
     )
-    parser.add_argument("--output", type=Path, default=Path("vllm-ttft.json"), help="file for the results")
     args = parser.parse_args()
     prefixes, names = [int(prefix) for prefix in args.prefixes.split(",")], args.engines.split(",")
     plan = Plan(prefixes, args.suffix, args.repeats, ranks=args.ranks)
-    shape = SHAPES[args.shape]
-    shape = replace(shape, block_size=args.block_size or shape.block_size)
+    shape = shape_of(args)
     with ExitStack() as stack:
         socket = stack.enter_context(owner_of(args.host_gib))[0] if "lwkv-node" in names else ""
         cases = plan.measure(stack.enter_context(started(names, shape, plan, args.host_gib, socket)))
