@@ -182,8 +182,8 @@ class InVLLM:
         return np.array([at[token].logprob for token in range(self._vocabulary)])
 
 
-def write_smollm2(folder: Path) -> None:
-    """SmolLM2 from the demo's package as a Llama of Hugging Face."""
+def write_smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct, from the weights of the demo's package, as a Llama of Hugging Face."""
     from safetensors.torch import save_file
 
     path = find_smollm2()
@@ -208,6 +208,7 @@ def write_smollm2(folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: file.read(name).contiguous() for name in file.names()}, folder / "model.safetensors")
+    return folder
 
 
 def table(kinds: Sequence[str], own: Sequence[dict[str, float]], there: Sequence[dict[str, float]]) -> str:

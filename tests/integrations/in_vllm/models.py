@@ -9,11 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_llama import llama_config
-
-from lwkv.reference import GGUFFile, find_smollm2
-from lwkv.reference.model_files.gguf_file import shape_from_gguf
-from lwkv.reference.model_files.smollm2 import INSTALL
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -128,20 +123,6 @@ def write_eagle(folder: Path, target: Path) -> Path:
     hidden = SIZES["hidden_size"]
     weights["fc.weight"] = torch.randn(hidden, 2 * hidden) / hidden**0.5
     save_file(weights, folder / "model.safetensors")
-    return folder
-
-
-def write_smollm2(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct, from the weights of the demo's package, as a Llama of Hugging Face."""
-    from safetensors.torch import save_file
-
-    path = find_smollm2()
-    assert path is not None, INSTALL
-    file = GGUFFile(path)
-    shape = shape_from_gguf(file)
-    config = llama_config(shape, model_type="llama", tie_word_embeddings=shape.tied_embeddings)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: file.read(name).contiguous() for name in file.names()}, folder / "model.safetensors")
     return folder
 
 

@@ -9,6 +9,7 @@ from integrations.in_vllm import models
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import assert_same, started, with_lwkv
 
+from lwkv.benchmarks.vllm_blend_quality import write_smollm2
 from lwkv.reference import GGUFFile, find_smollm2, tokenizer_from_gguf
 from lwkv.reference.document import QUESTIONS, document_prompt
 
@@ -18,7 +19,7 @@ def test_smollm2_answers_questions_about_a_document_that_is_loaded(tmp_path: Pat
     assert path is not None
     tokenizer = tokenizer_from_gguf(GGUFFile(path))
     prompts = [tokenizer.encode(document_prompt(question)) for question in QUESTIONS]
-    model = models.written(models.write_smollm2, tmp_path)
+    model = models.written(write_smollm2, tmp_path)
     sizes = {"max_model_len": 1280, "kv_cache_memory_bytes": 512 << 20, "enable_prefix_caching": False}
     plain = Elsewhere(model, **sizes)
     try:
