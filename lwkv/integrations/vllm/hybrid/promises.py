@@ -1,4 +1,4 @@
-"""Chunks that every rank pins before a request is told that they will be loaded."""
+"""Chunks that every rank pins before vLLM gets the answer that they will be loaded."""
 
 from __future__ import annotations
 
