@@ -60,7 +60,7 @@ class Kind:
 
     @property
     def key_part(self) -> str:
-        """All that tells its pages from those of other kinds, for the namespace of their keys."""
+        """All by which its pages differ from those of other kinds, for the namespace of their keys."""
         dtypes = "+".join(self.dtypes)
         return f"{self.name} of {self.block_size}: {self.num_layers} x {self.block_bytes} {dtypes} {self.tag}"
 
@@ -89,11 +89,6 @@ class Kind:
         `chunk_end`, and what `chunk_end` needs is also all that later ones need of this chunk.
         """
         return max(chunk_start, self.first_needed(chunk_end))
-
-    def stored_bytes(self, chunk_start: int, chunk_end: int) -> int:
-        """Bytes that are kept of a chunk, in all layers."""
-        tokens = chunk_end - self.first_stored(chunk_start, chunk_end)
-        return tokens // self.block_size * self.block_bytes * self.num_layers
 
     def _looks_back_to(self, boundaries: Int64s) -> Int64s:
         """The first token that the token at each boundary looks back to."""
