@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,54 +11,11 @@ from integrations.in_vllm.faulty_disk import FaultyDisk
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, assert_same, prompt, started
 from integrations.in_vllm.test_blending import Documents, ask, blending, compute_again, count, settle
+from integrations.in_vllm.trouble import Trouble
 from storage.servers import Server, redis_server, running, valkey_program
 
 TURNS = 90
 """With two to six requests each: 300 and more."""
-
-
-class Trouble:
-    """Has a server killed and frozen, and a disk frozen and emptied, now and then, and has them go on."""
-
-    def __init__(self, server: Server, disk: FaultyDisk, seed: int) -> None:
-        self._server, self._disk = server, disk
-        self._random = random.Random(seed)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.done: Counter[str] = Counter()
-
-    def __enter__(self) -> Trouble:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(self._random.uniform(0.5, 6)):
-            kind = self._random.choice(("server killed", "server frozen", "disk frozen", "disk emptied"))
-            self.done[kind] += 1
-            self._begin(kind)
-            self._end.wait(self._random.uniform(0.1, 4))
-            self._go_on(kind)
-
-    def _begin(self, kind: str) -> None:
-        if kind == "server killed":
-            self._server.kill()
-        elif kind == "server frozen":
-            self._server.freeze()
-        elif kind == "disk frozen":
-            self._disk.freeze()
-        else:
-            self._disk.lose_all()
-
-    def _go_on(self, kind: str) -> None:
-        if kind == "server killed":
-            self._server.start()
-        elif kind == "server frozen":
-            self._server.thaw()
-        self._disk.thaw()
 
 
 @pytest.fixture
@@ -94,7 +49,13 @@ def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
     heads = [prompt(950 + number, drawn.randrange(4, 120)) for number in range(3)]
     asked_for = 0
     disk = FaultyDisk(folder, monkeypatch)
-    trouble = Trouble(server, disk, seed=17)
+    faults = {
+        "server killed": (server.kill, server.start),
+        "server frozen": (server.freeze, server.thaw),
+        "disk frozen": (disk.freeze, disk.thaw),
+        "disk emptied": (disk.lose_all, disk.thaw),
+    }
+    trouble = Trouble(faults, 17, quiet_s=(0.5, 6), lasting_s=(0.1, 4))
     with started(llama, enable_prefix_caching=True, max_model_len=1024, **settings) as engine, trouble:
         for turn in range(TURNS):
             if turn == TURNS - 10:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,19 @@ def test_a_disk_that_hangs_delays_a_prompt_by_the_deadline_and_no_other_one(
     disk.thaw()
 
 
+def before_documents_are_fetched(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
+) -> None:
+    """Have something happen when a look-up has found documents, and before they are fetched."""
+    begin = engine.scheduler.waiting.begin_all
+
+    def act_then(*arguments: object) -> None:
+        act()
+        begin(*arguments)
+
+    monkeypatch.setattr(engine.scheduler.waiting, "begin_all", act_then)
+
+
 def test_a_disk_that_freezes_while_it_brings_documents_makes_them_missing(
     engine: Engine, plain: Elsewhere, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,13 +166,7 @@ def test_a_disk_that_freezes_while_it_brings_documents_makes_them_missing(
     asked = Documents(parts[::-1], prompt(231, 33))
     wanted = plain.ask([asked.ids])
     compute_again(engine, 0.0)
-    begin = engine.scheduler.waiting.begin_all
-
-    def freeze_then(*arguments: object) -> None:
-        disk.freeze()
-        begin(*arguments)
-
-    monkeypatch.setattr(engine.scheduler.waiting, "begin_all", freeze_then)
+    before_documents_are_fetched(engine, monkeypatch, disk.freeze)
     before = engine.metric("vllm:lwkv_prefetches_given_up")
     assert_same(ask(engine, [asked]), wanted)
     disk.thaw()
@@ -175,13 +182,7 @@ def test_files_that_go_while_a_prompt_waits_for_them_make_it_computed(
     asked = Documents(parts[::-1], prompt(241, 33))
     wanted = plain.ask([asked.ids])
     compute_again(engine, 0.0)
-    begin = engine.scheduler.waiting.begin_all
-
-    def lose_then(*arguments: object) -> None:
-        disk.lose_all()
-        begin(*arguments)
-
-    monkeypatch.setattr(engine.scheduler.waiting, "begin_all", lose_then)
+    before_documents_are_fetched(engine, monkeypatch, disk.lose_all)
     assert_same(ask(engine, [asked]), wanted)
 
 

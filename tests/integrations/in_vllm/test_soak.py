@@ -6,7 +6,6 @@ Half a minute of it runs with the other tests; `--soak MINUTES` runs longer, and
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Protocol
 import pytest
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import CHUNK, Answer, assert_same, prompt, started, with_lwkv
+from integrations.in_vllm.trouble import Trouble
 from storage.servers import Server, redis_server, running, valkey_program
 
 CHUNK_GIB = 4 * 2 * CHUNK * 2 * 32 * 4 / 2**30
@@ -80,31 +80,10 @@ class Conversations:
         return self._open[number]
 
 
-class Trouble:
-    """Kills and freezes a server now and then, and starts it again."""
-
-    def __init__(self, server: Server, seed: int) -> None:
-        self._server = server
-        self._random = random.Random(seed)
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.done: Counter[str] = Counter()
-
-    def __enter__(self) -> Trouble:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(self._random.uniform(1, 12)):
-            kind = self._random.choice(("freeze", "kill"))
-            self.done[kind] += 1
-            getattr(self._server, kind)()
-            self._end.wait(self._random.uniform(0.1, 5))
-            self._server.start() if kind == "kill" else self._server.thaw()
+def trouble_with(server: Server, seed: int) -> Trouble:
+    """Kills and freezes a server now and then, and has it go on."""
+    faults = {"freeze": (server.freeze, server.thaw), "kill": (server.kill, server.start)}
+    return Trouble(faults, seed, quiet_s=(1, 12), lasting_s=(0.1, 5))
 
 
 @pytest.fixture
@@ -137,7 +116,7 @@ def test_a_long_run_with_failing_tiers_gives_right_answers_and_the_hits_that_its
         # Each prompt alone, and the server well: what is found is at least what the disk's room allows.
         calm.go(engine, plain, minutes * 20, most_together=1)
         troubled.oracles = calm.oracles
-        with Trouble(server, seed=2) as trouble:
+        with trouble_with(server, seed=2) as trouble:
             troubled.go(engine, plain, minutes * 40, most_together=4)
         engine.at_rest()
         stats = engine.worker.engine.stats()
@@ -161,7 +140,7 @@ def test_two_ranks_answer_right_while_their_tiers_fail(
     run = Run("two ranks", Conversations(seed=3))
     try:
         engine.call("ask", [prompt(1, 40)])  # it has started then
-        with Trouble(server, seed=4) as trouble:
+        with trouble_with(server, seed=4) as trouble:
             run.go(TwoRanks(engine), plain, minutes * 30, most_together=4)
     finally:
         engine.close()
