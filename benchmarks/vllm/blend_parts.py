@@ -82,7 +82,7 @@ class Parts:
 
     def _reuse(self, order: Any, loads: Any) -> Any:
         from lwkv.blend.segment_cache import lay_out
-        from lwkv.integrations.vllm.blending.worker import _prompt
+        from lwkv.integrations.vllm.blending.worker.side import _prompt
 
         with_counts = [load.num_tokens - load.request.first for load in loads]
         return lay_out(_prompt(order, order.end), loads, with_counts)

@@ -18,8 +18,8 @@ from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.blending.bring_up import make_blend_worker, make_planner
-from lwkv.integrations.vllm.blending.ranks import Ranks
 from lwkv.integrations.vllm.blending.refusals import refuse
+from lwkv.integrations.vllm.blending.worker.ranks import Ranks
 from lwkv.integrations.vllm.hybrid import bring_up as several_groups
 from lwkv.integrations.vllm.hybrid.one_group import log_one_group
 from lwkv.integrations.vllm.hybrid.refusals import can_have_groups

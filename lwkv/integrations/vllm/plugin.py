@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from lwkv.integrations.vllm.blending.model_finder import watch
+from lwkv.integrations.vllm.blending.model.model_finder import watch
 from lwkv.integrations.vllm.command_line import check_command_line
 
 NAME = "LWKVConnector"

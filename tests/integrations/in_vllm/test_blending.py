@@ -17,8 +17,8 @@ from lwkv.blend.forward.attention import attend_paged
 from lwkv.blend.share.batch_shares import Shares
 from lwkv.blend.share.controller import LoadingController
 from lwkv.config.settings import Config
-from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
-from lwkv.integrations.vllm.blending.share import ControlledShare
+from lwkv.integrations.vllm.blending.model.row_attention import RowAttentions, is_plain
+from lwkv.integrations.vllm.blending.worker.share import ControlledShare
 from lwkv.reference import PagedCache, load_hf_folder, open_cache_engine
 from lwkv.reference.blending import ReferenceBlend
 
@@ -151,8 +151,8 @@ def test_rows_that_lwkv_attends_to_give_what_vllms_own_attention_gives(
     own = [module.impl for module in modules]
     by_rows = RowAttentions(modules, engine.worker.engine.connector.layers, attend)
     monkeypatch.setattr(layers, "row_attentions", by_rows)
-    monkeypatch.setattr("lwkv.integrations.vllm.blending.row_attention.FEWEST_RUNS", 1)
-    monkeypatch.setattr("lwkv.integrations.vllm.blending.row_attention.ROWS_OF_A_RUN", 1000)
+    monkeypatch.setattr("lwkv.integrations.vllm.blending.model.row_attention.FEWEST_RUNS", 1)
+    monkeypatch.setattr("lwkv.integrations.vllm.blending.model.row_attention.ROWS_OF_A_RUN", 1000)
     engine.forget()
     assert_same(ask(engine, [asked]), wanted)
     assert num_calls == layers.num_layers

@@ -14,18 +14,18 @@ from lwkv.blend.share.controller import LoadingController
 from lwkv.connectors.rope import Rope
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.blending.check import StartCheck
-from lwkv.integrations.vllm.blending.model_finder import loaded_model
-from lwkv.integrations.vllm.blending.plan import BlendSizes
-from lwkv.integrations.vllm.blending.planner import BlendPlanner
-from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
-from lwkv.integrations.vllm.blending.ranks import Ranks
+from lwkv.integrations.vllm.blending.model.check import StartCheck
+from lwkv.integrations.vllm.blending.model.model_finder import loaded_model
+from lwkv.integrations.vllm.blending.model.row_attention import RowAttentions, is_plain
 from lwkv.integrations.vllm.blending.refusals import refuse_backend
-from lwkv.integrations.vllm.blending.row_attention import RowAttentions, is_plain
-from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
-from lwkv.integrations.vllm.blending.share import ControlledShare
+from lwkv.integrations.vllm.blending.scheduler.plan import BlendSizes
+from lwkv.integrations.vllm.blending.scheduler.planner import BlendPlanner
+from lwkv.integrations.vllm.blending.scheduler.prompt_segments import PromptSegments
+from lwkv.integrations.vllm.blending.scheduler.segment_tiers import SegmentTiers
 from lwkv.integrations.vllm.blending.tokenizer import encoder, find_separator, prefix_ids
-from lwkv.integrations.vllm.blending.worker import BlendWorker
+from lwkv.integrations.vllm.blending.worker.ranks import Ranks
+from lwkv.integrations.vllm.blending.worker.share import ControlledShare
+from lwkv.integrations.vllm.blending.worker.side import BlendWorker
 from lwkv.integrations.vllm.scheduler.lookup.parts import LookUpParts
 from lwkv.integrations.vllm.settings import Settings
 from lwkv.integrations.vllm.worker.caches import layer_specs, only_group
@@ -33,7 +33,7 @@ from lwkv.reference.model.rope import inverse_frequencies
 from lwkv.reference.model_files.hf_folder import shape_from_config
 
 if TYPE_CHECKING:
-    from lwkv.integrations.vllm.blending.layers import ModelLayers
+    from lwkv.integrations.vllm.blending.model.layers import ModelLayers
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _layers(
     model: Any, engine: CacheEngine, vllm_config: Any, kv_cache_config: Any, rows: PagedRows
 ) -> tuple[ModelLayers, int]:
     """The model's layers, and the tokens of a block."""
-    from lwkv.integrations.vllm.blending.layers import ModelLayers
+    from lwkv.integrations.vllm.blending.model.layers import ModelLayers
 
     names = [layer.name for layer in engine.connector.layers]
     spec = layer_specs(only_group(kv_cache_config))[names[0]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from lwkv.integrations.vllm.blending.model_finder import watch
+from lwkv.integrations.vllm.blending.model.model_finder import watch
 
 
 class NoteModel:

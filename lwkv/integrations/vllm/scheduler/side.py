@@ -10,8 +10,8 @@ from uuid import uuid4
 
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
-from lwkv.integrations.vllm.blending.planner import BlendPlanner
-from lwkv.integrations.vllm.blending.prompt_chunks import segments_of
+from lwkv.integrations.vllm.blending.scheduler.planner import BlendPlanner
+from lwkv.integrations.vllm.blending.scheduler.prompt_chunks import segments_of
 from lwkv.integrations.vllm.orders import Fetch, Move, StepOrders
 from lwkv.integrations.vllm.reports import StepReports
 from lwkv.integrations.vllm.scheduler.kv_events import KVEventLog, Removed, Stored

@@ -12,7 +12,7 @@ import torch
 from lwkv.engine import CacheEngine, Request
 from lwkv.errors import LwkvError
 from lwkv.integrations.host_memory import wait_for_memory
-from lwkv.integrations.vllm.blending.worker import BlendWorker
+from lwkv.integrations.vllm.blending.worker.side import BlendWorker
 from lwkv.integrations.vllm.orders import Move, StepOrders, unpacked
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.worker.meter import WorkerMeter

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from lwkv.blend.segment_cache import segment_keys
-from lwkv.integrations.vllm.blending.plan import BlendSizes
-from lwkv.integrations.vllm.blending.planner import BlendPlanner
-from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
-from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
+from lwkv.integrations.vllm.blending.scheduler.plan import BlendSizes
+from lwkv.integrations.vllm.blending.scheduler.planner import BlendPlanner
+from lwkv.integrations.vllm.blending.scheduler.prompt_segments import PromptSegments
+from lwkv.integrations.vllm.blending.scheduler.segment_tiers import SegmentTiers
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.lookup.look_ups import LookUps

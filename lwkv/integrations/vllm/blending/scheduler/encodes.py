@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lwkv.integrations.vllm.blending.orders import EncodeOrder
-from lwkv.integrations.vllm.blending.prompt_chunks import KeyedSegment, PromptChunks
+from lwkv.integrations.vllm.blending.scheduler.prompt_chunks import KeyedSegment, PromptChunks
 from lwkv.platforms.protocol import Int64s
 
 TRY_AGAIN_S = 30.0

@@ -15,12 +15,12 @@ from lwkv.blend.request import CheckedBlend
 from lwkv.blend.segment_cache import SegmentCache, SegmentLoad, lay_out
 from lwkv.blend.selector import ByAttention, Deviation, Selector
 from lwkv.errors import DEVICE_FAILURES
-from lwkv.integrations.vllm.blending.blend_pass import BlendPass, Computed, Wait
-from lwkv.integrations.vllm.blending.calls import Layers
+from lwkv.integrations.vllm.blending.model.calls import Layers
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
-from lwkv.integrations.vllm.blending.question import Question
-from lwkv.integrations.vllm.blending.ranks import Ranks
-from lwkv.integrations.vllm.blending.share import ControlledShare, TimedBlend
+from lwkv.integrations.vllm.blending.worker.blend_pass import BlendPass, Computed, Wait
+from lwkv.integrations.vllm.blending.worker.question import Question
+from lwkv.integrations.vllm.blending.worker.ranks import Ranks
+from lwkv.integrations.vllm.blending.worker.share import ControlledShare, TimedBlend
 from lwkv.keys import ChunkKey
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle

@@ -11,7 +11,7 @@ from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.request import check_blend
 from lwkv.blend.share.batch_shares import Shares
 from lwkv.blend.share.controller import LoadingController
-from lwkv.integrations.vllm.blending.share import ControlledShare
+from lwkv.integrations.vllm.blending.worker.share import ControlledShare
 from lwkv.platforms.cpu import CPU
 from lwkv.telemetry.counters import Counters
 

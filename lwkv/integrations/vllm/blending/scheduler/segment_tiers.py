@@ -8,8 +8,13 @@ from typing import TypeAlias
 
 from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import segment_keys
-from lwkv.integrations.vllm.blending.plan import Plan
-from lwkv.integrations.vllm.blending.prompt_chunks import KeyedSegment, LookUp, PromptChunks, segments_of
+from lwkv.integrations.vllm.blending.scheduler.plan import Plan
+from lwkv.integrations.vllm.blending.scheduler.prompt_chunks import (
+    KeyedSegment,
+    LookUp,
+    PromptChunks,
+    segments_of,
+)
 from lwkv.integrations.vllm.scheduler.lookup.found_chunks import ASK_AGAIN_S
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex, RankKeys
 from lwkv.integrations.vllm.scheduler.lookup.look_ups import LookUps

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lwkv.integrations.vllm.blending.runs import closed, pieces
+from lwkv.integrations.vllm.blending.model.runs import closed, pieces
 
 POSITIONS = st.sets(st.integers(0, 60), min_size=1).map(lambda found: np.array(sorted(found), np.int64))
 

@@ -7,7 +7,7 @@ import torch.distributed
 import torch.multiprocessing
 from storage.servers import free_port
 
-from lwkv.integrations.vllm.blending.ranks import Ranks
+from lwkv.integrations.vllm.blending.worker.ranks import Ranks
 
 
 class Group:

@@ -14,7 +14,7 @@ from lwkv.blend.forward.forward_pass import MOST_ASKING
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.selector import ByAttention
-from lwkv.integrations.vllm.blending.calls import Layers
+from lwkv.integrations.vllm.blending.model.calls import Layers
 from lwkv.platforms.protocol import Int64s
 
 

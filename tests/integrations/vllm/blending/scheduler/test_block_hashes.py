@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lwkv.integrations.vllm.blending.block_hashes import can_be_salted, salt
+from lwkv.integrations.vllm.blending.scheduler.block_hashes import can_be_salted, salt
 
 
 def request(num_tokens: int, num_hashes: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lwkv.blend.segments import Separator
-from lwkv.integrations.vllm.blending.prompt_segments import MOST_SEGMENTS, PromptSegments
+from lwkv.integrations.vllm.blending.scheduler.prompt_segments import MOST_SEGMENTS, PromptSegments
 
 
 def encode(text: str) -> list[int]:

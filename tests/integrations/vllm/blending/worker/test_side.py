@@ -23,12 +23,12 @@ from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.blend.share.batch_shares import Shares
 from lwkv.blend.share.controller import LoadingController
-from lwkv.integrations.vllm.blending.calls import Layers, Seen
+from lwkv.integrations.vllm.blending.model.calls import Layers, Seen
+from lwkv.integrations.vllm.blending.model.runs import pieces
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
-from lwkv.integrations.vllm.blending.ranks import Ranks
-from lwkv.integrations.vllm.blending.runs import pieces
-from lwkv.integrations.vllm.blending.share import ControlledShare
-from lwkv.integrations.vllm.blending.worker import BlendWorker, question_of
+from lwkv.integrations.vllm.blending.worker.ranks import Ranks
+from lwkv.integrations.vllm.blending.worker.share import ControlledShare
+from lwkv.integrations.vllm.blending.worker.side import BlendWorker, question_of
 from lwkv.platforms.protocol import Int64s
 from lwkv.reference.blending import ReferenceBlend
 from lwkv.telemetry.counters import Counters

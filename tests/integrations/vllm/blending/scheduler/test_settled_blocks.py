@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lwkv.integrations.vllm.blending.settled_blocks import SettledBlocks
+from lwkv.integrations.vllm.blending.scheduler.settled_blocks import SettledBlocks
 
 
 def request(name: str, *hashes: bytes) -> Any:

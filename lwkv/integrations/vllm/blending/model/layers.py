@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from lwkv.integrations.vllm.blending.attention_hooks import keys_and_values, run_seen
-from lwkv.integrations.vllm.blending.calls import Call, Seen, States
-from lwkv.integrations.vllm.blending.row_attention import RowAttentions, RowMetadata, is_better
-from lwkv.integrations.vllm.blending.runs import Piece, pieces
+from lwkv.integrations.vllm.blending.model.attention_hooks import keys_and_values, run_seen
+from lwkv.integrations.vllm.blending.model.calls import Call, Seen, States
+from lwkv.integrations.vllm.blending.model.row_attention import RowAttentions, RowMetadata, is_better
+from lwkv.integrations.vllm.blending.model.runs import Piece, pieces
 from lwkv.platforms.protocol import Int64s
 
 MOST_GAP = 1

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from lwkv.integrations.vllm.blending.block_hashes import can_be_salted, salt
-from lwkv.integrations.vllm.blending.encodes import Encodes, slots_of
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
-from lwkv.integrations.vllm.blending.plan import BlendSizes, Plan, make_plan
-from lwkv.integrations.vllm.blending.prompt_chunks import PromptChunks
-from lwkv.integrations.vllm.blending.prompt_segments import PromptSegments
-from lwkv.integrations.vllm.blending.segment_tiers import SegmentTiers
-from lwkv.integrations.vllm.blending.settled_blocks import SettledBlocks
+from lwkv.integrations.vllm.blending.scheduler.block_hashes import can_be_salted, salt
+from lwkv.integrations.vllm.blending.scheduler.encodes import Encodes, slots_of
+from lwkv.integrations.vllm.blending.scheduler.plan import BlendSizes, Plan, make_plan
+from lwkv.integrations.vllm.blending.scheduler.prompt_chunks import PromptChunks
+from lwkv.integrations.vllm.blending.scheduler.prompt_segments import PromptSegments
+from lwkv.integrations.vllm.blending.scheduler.segment_tiers import SegmentTiers
+from lwkv.integrations.vllm.blending.scheduler.settled_blocks import SettledBlocks
 from lwkv.platforms.protocol import Int64s
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle

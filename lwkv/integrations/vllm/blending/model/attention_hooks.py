@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lwkv.integrations.vllm.blending.calls import Seen, States
+from lwkv.integrations.vllm.blending.model.calls import Seen, States
 
 
 class _Enough(Exception):

@@ -19,7 +19,7 @@ from integrations.vllm.blending.planner_bench import (
     FakeRequest,
 )
 
-from lwkv.integrations.vllm.blending.encodes import slots_of
+from lwkv.integrations.vllm.blending.scheduler.encodes import slots_of
 
 
 def test_a_prompt_is_blended_up_to_the_last_block_that_a_cached_segment_fills() -> None:

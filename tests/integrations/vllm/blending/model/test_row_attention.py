@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwkv.integrations.vllm.blending import row_attention
-from lwkv.integrations.vllm.blending.row_attention import (
+from lwkv.integrations.vllm.blending.model import row_attention
+from lwkv.integrations.vllm.blending.model.row_attention import (
     RowAttentions,
     RowMetadata,
     is_better,

@@ -12,9 +12,9 @@ from torch import Tensor
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.forward.rows import PromptReuse
 from lwkv.blend.selector import AtStart, ByAttention, ByChange, Selector, top
-from lwkv.integrations.vllm.blending.calls import Call, Layers, States
-from lwkv.integrations.vllm.blending.question import Question, ask
-from lwkv.integrations.vllm.blending.runs import closed
+from lwkv.integrations.vllm.blending.model.calls import Call, Layers, States
+from lwkv.integrations.vllm.blending.model.runs import closed
+from lwkv.integrations.vllm.blending.worker.question import Question, ask
 from lwkv.kernels import Rows as CacheRows
 from lwkv.platforms.protocol import Int64s
 

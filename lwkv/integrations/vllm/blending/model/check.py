@@ -15,13 +15,13 @@ from lwkv.blend.forward.attention import attend
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.blending.calls import States
+from lwkv.integrations.vllm.blending.model.calls import States
 from lwkv.kernels import Turn
 from lwkv.kernels.rotation import rotate
 from lwkv.platforms.protocol import Int64s
 
 if TYPE_CHECKING:
-    from lwkv.integrations.vllm.blending.layers import ModelLayers
+    from lwkv.integrations.vllm.blending.model.layers import ModelLayers
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.blend.segment_cache import SegmentCache
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.blending.calls import Call, Seen, States
-from lwkv.integrations.vllm.blending.check import StartCheck, difference, is_near
+from lwkv.integrations.vllm.blending.model.calls import Call, Seen, States
+from lwkv.integrations.vllm.blending.model.check import StartCheck, difference, is_near
 from lwkv.platforms.protocol import Int64s
 from lwkv.reference.blending import ReferenceBlend
 

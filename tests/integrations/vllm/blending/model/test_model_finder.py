@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lwkv.integrations.vllm.blending.model_finder import loaded_model, watch
+from lwkv.integrations.vllm.blending.model.model_finder import loaded_model, watch
 
 LOADER = "vllm.model_executor.model_loader.base_loader"
 
