@@ -236,7 +236,7 @@ class HostPool:
     def _grow_for(self, count: int) -> bool:
         """Add a slab if `count` pages are not free; False if they are, or there is no more to be had."""
         with self._growing:
-            if self._closed or self._counts.num_free >= count or not self._growth_left():
+            if self._closed or self._has_free(count) or not self._growth_left():
                 return False
             try:
                 self._grow()
@@ -245,6 +245,10 @@ class HostPool:
                 return False
             self._rest_s = FIRST_REST_S
             return True
+
+    def _has_free(self, count: int) -> bool:
+        """Whether others have grown the pool meanwhile."""
+        return self._counts.num_free >= count
 
     def _rest(self, error: MemoryError) -> None:
         self._counters.add("page_lock_failures")

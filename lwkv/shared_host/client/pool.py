@@ -15,7 +15,7 @@ from lwkv.background.workers import Workers
 from lwkv.errors import ConfigError
 from lwkv.platforms import Int64s, Platform
 from lwkv.platforms.host_memory import no_memory
-from lwkv.pool.host_pool import FIRST_REST_S, HostPool, page_stride
+from lwkv.pool.host_pool import HostPool, page_stride
 from lwkv.pool.page_refcounts import PageRefcounts
 from lwkv.shared_host.client.session import Pinned, Session
 from lwkv.shared_host.mapping import give_by_threads
@@ -297,17 +297,8 @@ class NodePool(HostPool):
     def _growth_left(self) -> int:
         return super()._growth_left() if self.session is not None else 0
 
-    def _grow_for(self, count: int) -> bool:
-        with self._growing:
-            if self._closed or not self._growth_left():
-                return False
-            try:
-                self._grow()
-            except MemoryError as error:
-                self._rest(error)
-                return False
-            self._rest_s = FIRST_REST_S
-            return True
+    def _has_free(self, count: int) -> bool:
+        return False  # what is free, the owner knows alone
 
     def _grow(self) -> None:
         session, start = self.session, self.num_pages
