@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from integrations.in_vllm.rig import Answer, Engine
+from integrations.in_vllm.rig import Answer, Engine, assert_same
 
 # Importing vLLM takes longer than all that an engine here does: children are forked from a process that has.
 IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
@@ -55,6 +55,17 @@ class Elsewhere:
         if self._process.is_alive():
             self.call("close")
         self.kill()
+
+
+def assert_forgotten_by_a_reset(engine: Engine, plain: Elsewhere, ids: list[int]) -> None:
+    """A stored prompt of 300 tokens is not found after a reset of the connector; the next time it is."""
+    engine.ask([ids])
+    assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+    engine.new_hits()
+    for hits in (0, 256):
+        assert_same(engine.ask([ids]), plain.ask([ids]))
+        assert engine.new_hits() == hits
+        engine.forget()
 
 
 def _serve(pipe: Connection, model: Path, environment: Mapping[str, str], arguments: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import vllm
 from integrations.in_vllm import models
-from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.reference import Elsewhere, assert_forgotten_by_a_reset
 from integrations.in_vllm.rig import CHUNK, Engine, assert_same, prompt, started, with_lwkv
 
 from lwkv.integrations.vllm.hybrid.refusals import can_have_groups
@@ -144,11 +144,4 @@ def test_a_request_that_is_aborted_leaves_nothing_held(engine: Engine, computed:
 def test_a_reset_of_the_connector_finds_nothing_that_was_stored_before(
     engine: Engine, computed: Elsewhere
 ) -> None:
-    ids = prompt(2160, 300)
-    engine.ask([ids])
-    assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
-    engine.new_hits()
-    for hits in (0, 256):
-        assert_same(engine.ask([ids]), computed.ask([ids]))
-        assert engine.new_hits() == hits
-        engine.forget()
+    assert_forgotten_by_a_reset(engine, computed, prompt(2160, 300))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integrations.in_vllm.reference import Elsewhere
+from integrations.in_vllm.reference import Elsewhere, assert_forgotten_by_a_reset
 from integrations.in_vllm.rig import CHUNK, Engine, assert_same, prompt, started, with_lwkv
 
 
@@ -75,11 +75,4 @@ def test_requests_of_a_batch_share_one_load_of_their_prefix(engine: Engine, plai
 def test_a_reset_of_the_connector_finds_nothing_that_was_stored_before(
     engine: Engine, plain: Elsewhere
 ) -> None:
-    ids = prompt(150, 300)
-    engine.ask([ids])
-    assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
-    engine.new_hits()
-    for hits in (0, 256):
-        assert_same(engine.ask([ids]), plain.ask([ids]))
-        assert engine.new_hits() == hits
-        engine.forget()
+    assert_forgotten_by_a_reset(engine, plain, prompt(150, 300))
