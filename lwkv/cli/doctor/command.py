@@ -44,17 +44,23 @@ _CLIENTS = ("valkey-glide-sync", "mooncake-transfer-engine-non-cuda", "xxhash")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--platform", help="look at this platform, whatever LWKV_PLATFORM says")
+    parser.add_argument(
+        "--model", help="show what the layers of this model keep: a folder, or one in the cache"
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=16, help="tokens of the engine's blocks (default: 16)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings. Returns 0 if lwkv can work here, else 1."""
-    report = examine(args.platform)
+    report = examine(args.platform, args.model, args.block_size)
     print(json.dumps(asdict(report), indent=2) if args.json else "\n".join(lines(report)))
     return 1 if report.faults else 0
 
 
-def examine(override: str | None = None) -> Report:
-    """Look at everything, with the platform called `override` or the one that lwkv would choose.
+def examine(override: str | None = None, model: str | None = None, block_size: int = 16) -> Report:
+    """Look at everything, with the platform called `override` or the one that lwkv would choose, and a model.
 
     A setting, platform or torch that cannot be used is a fault in the report, not an error.
     """
@@ -74,6 +80,8 @@ def examine(override: str | None = None) -> Report:
         if config is not None:
             report.settings["pages"] = _pages(config, report.features)
             import_module("lwkv.cli.doctor.tiers").examine_tiers(report, config)
+            if model is not None:
+                import_module("lwkv.cli.doctor.model").examine_model(report, config, model, block_size)
     report.advice.extend(_advice(report))
     return report
 

@@ -26,6 +26,7 @@ class Report:
     save_speed: float | None = None
     memory: dict[str, str] = field(default_factory=dict)
     tiers: dict[str, dict[str, str]] = field(default_factory=dict)
+    model: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
@@ -52,6 +53,8 @@ def lines(report: Report) -> Iterator[str]:
         yield from _section(f"Speed of the {kind}, 64 MiB at a time", speeds)
     if report.memory:
         yield from _section("Host memory", report.memory)
+    if report.model:
+        yield from _section("What the model keeps, with all heads in one worker", report.model)
     for url, rows in report.tiers.items():
         yield from _section(f"Tier {url}", rows)
     yield from _list("To note", report.advice)
