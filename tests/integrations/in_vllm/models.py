@@ -101,6 +101,50 @@ def write_gemma(folder: Path, window: int, pattern: str = "wf" * 2) -> Path:
     return _write(folder, Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | layers, sliding_window=window)))
 
 
+def write_gpt_oss(folder: Path, window: int, pattern: str = "wf" * 2) -> Path:
+    """gpt-oss, as Gemma 3 above: each head has a sink, and each layer four experts, two of which are used."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    kinds = [{"w": "sliding_attention", "f": "full_attention"}[letter] for letter in pattern]
+    layers = {"num_hidden_layers": len(kinds), "layer_types": kinds, "pad_token_id": 0}
+    experts = {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = GptOssForCausalLM(GptOssConfig(**SIZES | layers | experts, sliding_window=window))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if (weights.dim() == 1 and "norm" not in name) or name.endswith("_bias"):
+                weights.normal_(0, 0.3)
+    return _write(folder, model)
+
+
+def write_gemma3n(folder: Path, window: int, pattern: str = "wf" * 3) -> Path:
+    """Gemma 3n, as Gemma 3 above, whose last two layers look at the KV of earlier ones."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    kinds = [{"w": "sliding_attention", "f": "full_attention"}[letter] for letter in pattern]
+    layers = {"num_hidden_layers": len(kinds), "layer_types": kinds, "num_kv_shared_layers": 2}
+    beside = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512, "laurel_rank": 16}
+    more = {"activation_sparsity_pattern": [0.0] * len(kinds), "tie_word_embeddings": True}
+    config = Gemma3nTextConfig(**SIZES | layers | beside | more, sliding_window=window)
+    return _write(folder, Gemma3nForCausalLM(config))
+
+
+def write_llama4(folder: Path, local: int, pattern: str = "lf" * 2) -> Path:
+    """Llama 4, of whose layers those that are "l" in `pattern` look back to a multiple of `local` tokens."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    kinds = [{"l": "chunked_attention", "f": "full_attention"}[letter] for letter in pattern]
+    layers = {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "no_rope_layers": [int(letter == "l") for letter in pattern],
+        "attention_chunk_size": local,
+        "pad_token_id": 0,
+    }
+    experts = {"intermediate_size_mlp": 256, "num_local_experts": 4, "interleave_moe_layer_step": 2}
+    return _write(folder, Llama4ForCausalLM(Llama4TextConfig(**SIZES | layers | experts)))
+
+
 def write_deepseek(folder: Path) -> Path:
     """DeepSeek V2 without experts: a latent row of 576 elements for each token (MLA)."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM

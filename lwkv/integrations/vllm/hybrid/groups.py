@@ -14,9 +14,16 @@ from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.worker.caches import layer_specs
 from lwkv.kinds import ChunkSize, Kind, choose_chunk_size
 from lwkv.kinds.kind import Form
+from lwkv.kinds.words import describe_kind
 
-FORMS: dict[str, Form] = {"FullAttentionSpec": "full", "SlidingWindowSpec": "window"}
+FORMS: dict[str, Form] = {
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "window",
+    "ChunkedLocalAttentionSpec": "local",
+}
 """vLLM's specs of the layers that can be cached beside others, by their class."""
+SPANS = {"window": "sliding_window", "local": "attention_chunk_size"}
+"""Where vLLM's specs have the tokens that a layer looks back."""
 
 ONE_GROUP = (
     "start vLLM with --disable-hybrid-kv-cache-manager, which has all layers of attention keep all tokens in "
@@ -45,8 +52,11 @@ class CacheGroups:
 
     def words(self) -> str:
         """What is kept, in one sentence for the log."""
-        kinds = ", ".join(f"{kind.num_layers} layers {kind.name}" for kind in self.kinds)
-        return f"this model has {len(self.kind_of)} groups of KV caches ({kinds}); {self.chunk_size.words()}"
+        kinds = "; ".join(f"{kind.name}: {describe_kind(kind)}" for kind in self.kinds)
+        return (
+            f"this model has {len(self.kind_of)} groups of {len(self.kinds)} kinds of KV caches. {kinds}. "
+            f"{self.chunk_size.words()}"
+        )
 
 
 def read_groups(
@@ -85,7 +95,7 @@ def _kind(group: Any, caches: Mapping[str, torch.Tensor] | None) -> Kind:
         len(own),
         int(spec.real_page_size_bytes),
         (str(spec.dtype).removeprefix("torch."),),
-        span=int(spec.sliding_window) if form == "window" else 0,
+        span=int(getattr(spec, SPANS[form])) if form in SPANS else 0,
     )
 
 
@@ -118,7 +128,7 @@ def _peculiarities(kv_cache_config: Any, number: int, group: Any) -> list[str]:
         "hold what is not found again": cacheable is not None and number not in cacheable,
         "keep tokens behind their window": bool(getattr(first, "extra_retained_tokens", 0)),
         "look at tokens of their own part of a prompt alone": bool(
-            getattr(first, "attention_chunk_size", None)
+            FORMS[type(first).__name__] != "local" and getattr(first, "attention_chunk_size", None)
         ),
         "keep one state for several tokens": getattr(first, "tokens_per_state", 1) != 1,
     }

@@ -18,6 +18,10 @@ class SlidingWindowSpec(SimpleNamespace):
     """Named as vLLM's."""
 
 
+class ChunkedLocalAttentionSpec(SimpleNamespace):
+    """Named as vLLM's."""
+
+
 class MambaSpec(SimpleNamespace):
     """Named as vLLM's."""
 
@@ -49,6 +53,24 @@ def test_windows_of_other_widths_are_other_kinds() -> None:
     found = read_groups(config((window(64), ["a"]), (window(128), ["b"]), (full(), ["c"])), 256)
     assert found.kind_of == (0, 1, 2)
     assert found.most_looked_back == 128
+
+
+def test_chunked_local_attention_looks_back_to_its_own_part() -> None:
+    heads = {"num_kv_heads": 2, "real_page_size_bytes": 512, "dtype": torch.bfloat16, "block_size": 16}
+    local = ChunkedLocalAttentionSpec(**heads, attention_chunk_size=8192)
+    found = read_groups(config((local, ["a"]), (full(), ["b"])), 256)
+    assert [kind.name for kind in found.kinds] == ["local-8192", "full"]
+    assert found.most_looked_back == 8192
+
+
+def test_the_log_line_says_what_each_kind_keeps() -> None:
+    found = read_groups(config((window(), ["a", "b"]), (full(), ["c"]), (window(), ["d", "e"])), 250)
+    assert found.words() == (
+        "this model has 3 groups of 2 kinds of KV caches. window-64: 4 layers, blocks of 16 tokens with 512 "
+        "bytes a layer, 128 bytes a token, at most 8 KiB where a prompt can go on; full: 1 layer, blocks of "
+        "16 tokens with 512 bytes a layer, 32 bytes a token, of all tokens. chunks have 256 tokens instead "
+        "of the configured 250: this model's blocks need a multiple of 16"
+    )
 
 
 def test_a_full_layer_that_names_a_window_keeps_all_tokens() -> None:
