@@ -430,7 +430,7 @@ class CacheEngine:
         return (
             f"moves KV {mode}: platform {self.connector.platform.name}, "
             f"{self.connector.name} connector, {self.connector.kernels.name} kernels, "
-            f"{self.connector.codec.name} pages, "
+            f"{self.connector.codec.name} pages ({self.connector.why_codec}), "
             f"{self.num_layers} layers; tiers: {', '.join(self.tier_names)}; host memory: at most "
             f"{self._pool.capacity_bytes / 2**30:.2f} GiB for {self._storage.most_chunks} chunks of "
             f"{self.config.chunk_size} tokens"

@@ -19,8 +19,6 @@ from lwkv.platforms.protocol import CopyBatch, Event, Features, Int64s, Stream
 _LEGACY_HANDLES = (0, 1)
 # A batch takes the driver about 28 us, a copy of one run about 7.
 FEW_RUNS = 2
-# True once `lwkv bench --only codec` has found loads and saves of lossless pages no slower than those of raw.
-LOSSLESS_PAGES_MEASURED = False
 
 
 class CUDA(Accelerator):
@@ -71,7 +69,8 @@ class CUDA(Accelerator):
             features,
             host_register=driver is not None,
             batch_copy=driver is not None and driver.has_batch,
-            lossless_pages=LOSSLESS_PAGES_MEASURED and features.triton,
+            # Measured on an H200: docs/page-format.md. Nobody has measured them in plain torch.
+            lossless_pages=features.triton,
         )
 
     def launch_handle(self, stream: Stream) -> int | None:

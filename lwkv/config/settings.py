@@ -240,6 +240,11 @@ class Config(BaseSettings):
         return int(self.extra_config.reserve_gib * _GIB)
 
     @property
+    def why_raw_pages(self) -> str | None:
+        """Why pages stay raw where `page_codec` is "auto", whatever the device; None if it decides."""
+        return "lossless was not measured with blending" if self.enable_blending else None
+
+    @property
     def staging_bytes(self) -> int | None:
         """Device memory for all staging buffers together, each a page at least; None as the device has it."""
         return self.extra_config.staging_bytes if self.use_gpu else 0

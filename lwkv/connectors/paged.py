@@ -33,6 +33,7 @@ class PagedConnector(Caches):
 
     Attributes:
         codec: what makes pages of the layers; since `register`.
+        why_codec: why it is this one, in words that follow its name.
         kernels: since `start`, as is all that follows.
         loader: what brings pages to the caches; until `stop`, as is the saver.
         saver: what takes them from there.
@@ -40,6 +41,7 @@ class PagedConnector(Caches):
 
     name = "paged"
     codec: PageCodec
+    why_codec: str
     loader: Loader[Any]
     saver: Saver
     _running = False
@@ -62,7 +64,7 @@ class PagedConnector(Caches):
         chunks_per_slice = buffer_bytes // self.page_bytes
         plans = Plans(self.platform, self.layers, pool, self.codec, config.chunk_size, chunks_per_slice)
         self.kernels = choose_kernels(self.platform)
-        raw_bytes = chunks_per_slice * self._raw_page_bytes()
+        raw_bytes = chunks_per_slice * _raw_page_bytes(self.codec, self.layers)
         for_saves, for_loads = config.staging_buffers, self._load_buffers()
         lane = partial(Lane, self.platform, self.device, self.kernels)
         lane = partial(lane, buffer_bytes=buffer_bytes, raw_bytes=raw_bytes)
@@ -96,31 +98,48 @@ class PagedConnector(Caches):
     def _check_layers(self, layers: Sequence[PagedLayer]) -> None:
         """Choose the codec."""
         config = self._config
-        self.codec = choose_codec(config.page_codec, self.platform, layers, config.chunk_size)
+        self.codec, self.why_codec = choose_codec(
+            config.page_codec,
+            self.platform,
+            layers,
+            config.chunk_size,
+            against=lambda codec: config.why_raw_pages or self._why_no_room(codec, layers),
+        )
+
+    def _why_no_room(self, codec: PageCodec, layers: Sequence[PagedLayer]) -> str | None:
+        """Why staging of the configured size has no room for a codec that nobody has asked for."""
+        wanted, least = self._config.staging_bytes, self._staged_bytes(codec, layers)
+        return f"lossless needs staging_bytes of {least} or more" if wanted and wanted < least else None
 
     def _coders(self) -> list[Coder]:
         """One for each form of pages; none where pages are raw."""
         coders = {id(coder): coder for coder in map(self.codec.coder, self.layers) if coder is not None}
         return list(coders.values())
 
-    def _raw_page_bytes(self) -> int:
-        """Bytes of the largest raw page that is decoded or coded; 0 where none is."""
-        return max((coder.raw_bytes for coder in self._coders()), default=0)
+    def _staged_bytes(self, codec: PageCodec, layers: Sequence[PagedLayer]) -> int:
+        """Device memory that staging takes for one page in each buffer.
+
+        What coded pages are decoded to, or coded from, is staging too.
+        """
+        pages = max(map(codec.page_bytes, layers))
+        return self._num_buffers() * pages + 2 * _raw_page_bytes(codec, layers)
+
+    def _num_buffers(self) -> int:
+        """For loads and for saves."""
+        return self._load_buffers() + self._config.staging_buffers
 
     def _load_buffers(self) -> int:
         """Staging buffers for loads; a second one is of no use where nothing runs beside a copy."""
         return self._config.staging_buffers if self._config.load_streams > 1 else 1
 
     def _buffer_bytes(self) -> int:
-        buffers = self._load_buffers() + self._config.staging_buffers  # for loads and for saves
-        # What coded pages are decoded to, or coded from, is staging too.
-        per_page = buffers * self.page_bytes + 2 * self._raw_page_bytes()
+        buffers, per_page = self._num_buffers(), self._staged_bytes(self.codec, self.layers)
         _, total = self.platform.mem_info(self.device) or (0, 0)
         wanted = self._config.staging_bytes
         if wanted is None:
             wanted = min(max(total // STAGING_SHARE, LEAST_STAGING), MOST_STAGING)
         elif 0 < wanted < per_page:
-            decoded = f", {self._raw_page_bytes()} decoded" if self.codec.is_coded else ""
+            decoded = f", {_raw_page_bytes(self.codec, self.layers)} decoded" if self.codec.is_coded else ""
             raise ConfigError(
                 f"extra_config.staging_bytes: got {wanted}; allowed: null, or {per_page} and more: {buffers} "
                 f"buffers of one page each, and a page has {self.page_bytes} bytes{decoded}. "
@@ -168,3 +187,8 @@ class PagedConnector(Caches):
 
     def _no_rows(self) -> Rows:
         return Rows(*torch.zeros(3, 1, dtype=torch.int64, device=self.device)[:, :0].unbind())
+
+
+def _raw_page_bytes(codec: PageCodec, layers: Sequence[PagedLayer]) -> int:
+    """Bytes of the largest raw page that is decoded or coded; 0 where none is."""
+    return max((coder.raw_bytes for coder in map(codec.coder, layers) if coder is not None), default=0)

@@ -357,18 +357,37 @@ def test_what_cannot_be_coded_is_refused_by_name_or_left_raw(
         assert engine.connector.codec.name == "raw"
 
 
-def test_auto_is_lossless_where_that_was_measured_and_pages_shrink(
-    make: Callable[..., Oracle], platform: Platform, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "settings", "measured", "chosen", "why"),
+    [
+        ({}, {}, False, "raw", "page_codec=auto: lossless was not measured to be as fast here"),
+        ({}, {}, True, "lossless", "page_codec=auto: as fast as raw here or faster"),
+        ({}, {"page_codec": "raw"}, True, "raw", "page_codec=raw"),
+        ({"dtype": torch.float16}, {}, True, "raw", "layer 'layer_0' is float16, and not bfloat16"),
+        ({"heads": 1, "head_size": 4}, {}, True, "raw", "pages of layer 'layer_0' would not be smaller"),
+        ({}, {"enable_blending": True}, True, "raw", "lossless was not measured with blending"),
+        # What is enough for raw pages stays enough.
+        ({}, {"staging_bytes": 4 * 32768}, True, "raw", "lossless needs staging_bytes of 180224 or more"),
+        ({}, {"staging_bytes": 180224}, True, "lossless", "page_codec=auto"),
+        ({}, {"use_gpu": False}, True, "lossless", "page_codec=auto"),
+    ],
+)
+def test_auto_is_lossless_where_that_was_measured_and_nothing_speaks_against_it(
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    measured: bool,
+    chosen: str,
+    why: str,
+    make: Callable[..., Oracle],
+    platform: Platform,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    large = replace(DIMS, blocks=32, heads=2, head_size=64)
-    for features, dims, chosen in [
-        (replace(platform.features, lossless_pages=False), large, "raw"),
-        (replace(platform.features, lossless_pages=True), large, "lossless"),
-        (replace(platform.features, lossless_pages=True), DIMS, "raw"),
-    ]:
-        monkeypatch.setattr(platform, "features", features)
-        with make(dims=dims).engine(64, staging_bytes=None) as engine:
-            assert engine.connector.codec.name == chosen
+    dims = replace(DIMS, **({"blocks": 32, "heads": 2, "head_size": 64} | changes))
+    monkeypatch.setattr(platform, "features", replace(platform.features, lossless_pages=measured))
+    with make(dims=dims).engine(64, **({"staging_bytes": None} | settings)) as engine:
+        assert engine.connector.codec.name == chosen
+        assert why in engine.connector.why_codec
+        assert f"{chosen} pages ({engine.connector.why_codec})" in engine._describe()
 
 
 def test_the_same_memory_has_room_for_a_third_more_tokens(make: Callable[..., Oracle]) -> None:

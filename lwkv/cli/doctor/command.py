@@ -116,9 +116,14 @@ def _pages(config: Config, features: Mapping[str, bool]) -> str:
     """What pages engines will have: see `lwkv.codecs.choice`."""
     if config.page_codec != "auto":
         return config.page_codec
-    if features.get("lossless_pages"):
-        return "lossless where the KV cache is bfloat16, else raw (page_codec=auto)"
-    return "raw (page_codec=auto: lossless was not measured to be as fast here)"
+    if not features.get("lossless_pages"):
+        return "raw (page_codec=auto: lossless was not measured to be as fast here)"
+    if config.why_raw_pages is not None:
+        return f"raw (page_codec=auto: {config.why_raw_pages})"
+    return (
+        "lossless where the KV cache is bfloat16 and its K and V can be addressed, else raw; raw in SGLang, "
+        "and with several kinds of caches (page_codec=auto: lossless was measured to be fast enough here)"
+    )
 
 
 def _no_torch(error: Exception) -> str:

@@ -33,6 +33,10 @@ class Settings(Config):
     )
 
     @property
+    def why_raw_pages(self) -> str | None:
+        return "lossless was not measured in SGLang"
+
+    @property
     def forgets(self) -> bool:
         return self.on_flush == "forget"
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -373,7 +373,13 @@ def test_the_doctor_tells_the_limits_of_memory_and_what_does_not_fit(
 
 
 def test_the_pages_that_engines_will_have_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CPU, "features", replace(CPU.features, lossless_pages=False))
     assert doctor.examine("cpu").settings["pages"].startswith("raw (page_codec=auto")
+    monkeypatch.setattr(CPU, "features", replace(CPU.features, lossless_pages=True))
+    assert doctor.examine("cpu").settings["pages"].startswith("lossless where the KV cache is bfloat16")
+    monkeypatch.setenv("LWKV_USE_LAYERWISE", "true")
+    monkeypatch.setenv("LWKV_ENABLE_BLENDING", "true")
+    assert "raw (page_codec=auto: lossless was not measured with" in doctor.examine("cpu").settings["pages"]
     monkeypatch.setenv("LWKV_PAGE_CODEC", "lossless")
     assert doctor.examine("cpu").settings["pages"] == "lossless"
 

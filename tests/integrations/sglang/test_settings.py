@@ -17,6 +17,10 @@ def test_a_chunk_is_a_page_and_layers_come_one_by_one_unless_the_user_says_other
     assert settings.forgets
 
 
+def test_pages_stay_raw_unless_the_user_says_otherwise() -> None:
+    assert read_settings({}, 64).why_raw_pages == "lossless was not measured in SGLang"
+
+
 def test_a_file_and_the_environment_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lwkv.yaml").write_text("max_local_cpu_size: 3\nload_timeout_s: 7\n")
     monkeypatch.setenv("LWKV_CONFIG_FILE", str(tmp_path / "lwkv.yaml"))
