@@ -69,6 +69,7 @@ class HybridEngine:
             `chunk_keys`, with `chunk_size`.
         chunk_size: tokens.
         layer_of: the group of each layer, by name.
+        chunk_pages: by the number of a kind, pages of `page_stride` bytes that a chunk takes in all layers.
 
     Raises:
         ConfigError: settings that do not work with several kinds, too little host memory, or kinds that do
@@ -91,22 +92,10 @@ class HybridEngine:
         self.layer_of = {name: number for number, group in enumerate(groups) for name in group.caches}
         if isinstance(platform, str | None):
             platform = detect_platform(platform, device_of(groups[0].caches))
-        here = sorted({group.kind for group in groups})
-        page_bytes, piece_tokens = choose_pieces([kinds[number] for number in here], self.chunk_size)
-        self._piece_tokens = dict(zip(here, piece_tokens, strict=True))
+        connectors = self._cut_all(platform)
+        self.chunk_pages = self._count_pages(connectors)
+        self._reserve(platform)
         self.engines: list[CacheEngine] = []
-        connectors = [self._connect(group, page_bytes, platform) for group in groups]
-        self._pieces = [self._cut(number, connector) for number, connector in enumerate(connectors)]
-        check_memory(config, read_limits())
-        on_demand = platform.device_type == "cpu"
-        self._pool = HostPool(
-            platform, page_bytes, config.max_host_bytes, config.slab_bytes, on_demand=on_demand
-        )
-        self._tier = HybridHostTier(self._pool, self._shapes(), int(STATE_SHARE * self._pool.max_pages))
-        unit_pages = self._unit_pages(connectors)
-        self._room = Room(
-            self._pool, self._tier, self.chunk_size, self._by_kind(), unit_pages, self._shapes()
-        )
         with ExitStack() as undo:
             undo.callback(self.close, 0.0)
             self._room.require_least()
@@ -117,6 +106,11 @@ class HybridEngine:
         if lock_memory:
             self.wait_for_memory(START_LOCKING_S)
         log.info("%s; %s", chunk_size.words(), self._describe())
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes of host memory that a page takes."""
+        return self._pool.page_stride
 
     @property
     def watcher(self) -> KindWatcher | None:
@@ -218,6 +212,26 @@ class HybridEngine:
     def _full_units(self, hashes: Sequence[bytes]) -> list[UnitKey]:
         return [UnitKey(chunk, kind) for kind in self._room.full_kinds for chunk in hashes]
 
+    def _cut_all(self, platform: Platform) -> list[PagedConnector]:
+        """Choose a size of pages, and connect each group for pieces that fit it."""
+        here = sorted({group.kind for group in self.groups})
+        page_bytes, tokens = choose_pieces([self.kinds[number] for number in here], self.chunk_size)
+        self._page_bytes, self._piece_tokens = page_bytes, dict(zip(here, tokens, strict=True))
+        connectors = [self._connect(group, page_bytes, platform) for group in self.groups]
+        self._pieces = [self._cut(number, connector) for number, connector in enumerate(connectors)]
+        return connectors
+
+    def _reserve(self, platform: Platform) -> None:
+        """Make what all groups share: the pool of pages, what is in it, and what there is room for."""
+        config, shapes = self.config, self._shapes()
+        check_memory(config, read_limits())
+        on_demand = platform.device_type == "cpu"
+        self._pool = HostPool(
+            platform, self._page_bytes, config.max_host_bytes, config.slab_bytes, on_demand=on_demand
+        )
+        self._tier = HybridHostTier(self._pool, shapes, int(STATE_SHARE * self._pool.max_pages))
+        self._room = Room(self._pool, self._tier, self.chunk_size, self._by_kind(), self.chunk_pages, shapes)
+
     def _connect(self, group: Group, page_bytes: int, platform: Platform) -> PagedConnector:
         kind = self.kinds[group.kind]
         slots = 1 if kind.form == "state" else self._piece_tokens[group.kind]
@@ -239,8 +253,7 @@ class HybridEngine:
             for number, pieces in self._by_kind().items()
         }
 
-    def _unit_pages(self, connectors: Sequence[PagedConnector]) -> dict[int, int]:
-        """Pages that a chunk of each kind takes, in all layers."""
+    def _count_pages(self, connectors: Sequence[PagedConnector]) -> dict[int, int]:
         pages: Counter[int] = Counter()
         for group, pieces, connector in zip(self.groups, self._pieces, connectors, strict=True):
             pages[group.kind] += connector.num_layers * len(pieces.namespaces)
