@@ -19,6 +19,7 @@ from lwkv.benchmarks.tiers.remote import measure_remote
 from lwkv.benchmarks.transfers.codec import measure_codec
 from lwkv.benchmarks.transfers.host import measure_host
 from lwkv.benchmarks.transfers.kernels import measure_kernels
+from lwkv.benchmarks.transfers.kinds import measure_kinds
 from lwkv.benchmarks.transfers.moves import measure_moves
 from lwkv.benchmarks.transfers.profile import measure_profile
 from lwkv.benchmarks.transfers.sweep import measure_sweep
@@ -46,6 +47,7 @@ PARTS = {
     "profile": Part("What is not the link", measure_profile),
     "codec": Part("Raw and lossless pages", measure_codec),
     "kernels": Part("Kernels alone", measure_kernels),
+    "kinds": Part("Several kinds of caches", measure_kinds),
     "sweep": Part("Chunk sizes, layouts, batches", measure_sweep),
     "pipeline": Part("The pipeline alone", measure_throttled),
     "blend": Part("Blending", measure_blend),

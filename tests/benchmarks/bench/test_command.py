@@ -101,7 +101,11 @@ def test_what_was_found_before_a_part_failed_is_kept(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--shape", "llama"), "no shape 'llama'; there are llama-8b, deepseek-v3, deepseek-v2-lite, tiny"),
+        (
+            ("--shape", "llama"),
+            "no shape 'llama'; there are llama-8b, deepseek-v3, deepseek-v2-lite, gemma-3-12b, gpt-oss-20b, "
+            "tiny",
+        ),
         (("--only", "speed"), "no part 'speed'; there are ceilings, "),
         (("--prefix", "100"), "the prefix is 100 tokens; give a multiple of 512"),
         (("--repeats", "0"), "the repeats are 0"),
