@@ -22,6 +22,8 @@ from lwkv.pool.spill_copies import spill_batch
 from lwkv.transfer import PageShape, Transfer
 
 FIRST_LAYERS = 2
+MOST_AT_ONCE = 1 << 13
+"""Pages whose copies are worked out in one go: twice takes longer than a few more at a time."""
 ALIGNMENT = 16
 
 
@@ -89,6 +91,7 @@ class Plan:
         is_coded: whether pages have to be decoded and coded on the device.
         layers_per_buffer: how many may share a staging buffer: 1 unless all pages are known and layers alike.
         is_whole: whether all chunks are full, and all of their tokens are moved.
+        layer_bytes: of raw pages of one layer, where several share a staging buffer.
 
     Args:
         pages: of all layers, int64 (layers, chunks), if they are known: copies are made together where layers
@@ -114,7 +117,7 @@ class Plan:
         self.num_slices = -(-transfer.num_chunks // cut.chunks_per_slice)
         self.layers_per_buffer = 1 if self._known is None else cut.layers_per_buffer(transfer.num_chunks)
         # Of no use where a layer is alone, and the same for all that share.
-        self._layer_bytes = transfer.num_chunks * cut.shared_page_bytes
+        self.layer_bytes = transfer.num_chunks * cut.shared_page_bytes
         self._slices: dict[PageShape, list[Slice]] = {}
         self._prepared: list[PageCopies] = []
         self._num_prepared = 0
@@ -134,6 +137,11 @@ class Plan:
     def is_whole(self) -> bool:
         return self.transfer.is_whole(self._slice_shape.chunk_size)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all pages are known, raw and full, and all that is moved of a layer fits into a buffer."""
+        return self._known is not None and not self.is_coded and self.num_slices == 1 and self.is_whole
+
     def num_pages(self, number: int) -> int:
         """Pages of each layer in slice `number`."""
         return len(self.transfer.chunk_tokens[self._chunks(number)])
@@ -144,7 +152,7 @@ class Plan:
 
     def staged(self, layers: Sequence[PagedLayer], staging: torch.Tensor, rows: Rows) -> StagedLayers:
         """What is moved of layers whose raw pages lie in `staging`, page behind page."""
-        return StagedLayers(layers, staging, self._layer_bytes, rows)
+        return StagedLayers(layers, staging, self.layer_bytes, rows)
 
     def coding(self, layers: Sequence[PagedLayer], number: int) -> Coding:
         """How slice `number` of layers that share a staging buffer is coded, for pages that are."""
@@ -184,10 +192,21 @@ class Plan:
             return self._make_copies(number, layer, pages[None]).batch(0, 1)
         if layers.stop > self._num_prepared:
             # The first layers by themselves: they are latency-critical.
-            self._num_prepared = FIRST_LAYERS if layers.stop <= FIRST_LAYERS else len(self._known)
-            known = self._known[: self._num_prepared]
-            self._prepared = [self._make_copies(i, layer, known) for i in range(self.num_slices)]
+            is_first = layers.stop <= FIRST_LAYERS and self._known.size > MOST_AT_ONCE
+            self._prepare(FIRST_LAYERS if is_first else len(self._known), layer)
         return self._prepared[number].batch(layers.start, layers.stop)
+
+    def all_copies(self, layer: PagedLayer) -> PageCopies:
+        """The copies of all layers, which are like `layer`, of a plan that `is_plain`."""
+        assert self._known is not None
+        if self._num_prepared < len(self._known):
+            self._prepare(len(self._known), layer)
+        return self._prepared[0]
+
+    def _prepare(self, num_layers: int, layer: PagedLayer) -> None:
+        assert self._known is not None
+        self._num_prepared, known = num_layers, self._known[:num_layers]
+        self._prepared = [self._make_copies(i, layer, known) for i in range(self.num_slices)]
 
     def _make_copies(self, number: int, layer: PagedLayer, pages: Int64s) -> PageCopies:
         """Those of slice `number` of layers that are all like `layer`; `pages` is int64 (layers, chunks)."""
