@@ -224,6 +224,8 @@ def _check_slots(requests: Sequence[CheckedRequest], num_slots: int) -> None:
             it is the same token after the same prefix, under the same salts.
     """
     requests = [request for request in requests if request.device_slots is None]
+    if not requests:
+        return
     slots = joined([request.slots for request in requests])
     if _are_repeated(slots, num_slots):
         _refuse_contradictions(requests, slots)

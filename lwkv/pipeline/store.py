@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -36,6 +36,7 @@ class BatchStoring:
     _write: Write | None = None
     _save: Save | None = None
     _is_open = False
+    _then: Callable[[], object] | None = None
 
     def __init__(self, requests: Sequence[CheckedRequest], context: BatchContext, sync: bool = True) -> None:
         self.num_layers = context.connector.num_layers
@@ -63,13 +64,20 @@ class BatchStoring:
                     self._saver.save_layers(self._save, layers)
             self.next_layer = layers.stop
 
-    def commit(self) -> None:
-        """Queue what is left, and make the chunks visible once their bytes have arrived."""
-        self.advance(self.num_layers - 1)
-        if self._save is not None:
-            with DeviceFailuresTo(self._give_up):
-                self._saver.finish_save(self._save)
-        self._close(committed=True)
+    def commit(self, then: Callable[[], object] | None = None) -> None:
+        """Queue what is left, and make the chunks visible once their bytes have arrived.
+
+        `then` is called once they are, or never will be, on the thread on which batches end.
+        """
+        self._then, is_queued = then, False
+        try:
+            self.advance(self.num_layers - 1)
+            if self._save is not None:
+                with DeviceFailuresTo(self._give_up):
+                    self._saver.finish_save(self._save)
+            is_queued = True
+        finally:
+            self._close(committed=is_queued)
 
     def close(self) -> None:
         """Give up what was not committed once nothing is in flight; as for a retrieval."""
@@ -94,9 +102,11 @@ class BatchStoring:
                 self._saver.keep_raw(self._save, self._context.storage.allocate)
 
     def _close(self, committed: bool) -> None:
-        write, save, failure = self._write, self._save, None
-        self._write = self._save = None
+        write, save, then, failure = self._write, self._save, self._then, None
+        self._write = self._save = self._then = None
         if write is None:
+            if then is not None:
+                self._context.completions.submit(then)
             return
         if not committed:
             # The next store of these chunks need not wait for the end of this one.
@@ -107,7 +117,9 @@ class BatchStoring:
         except DEVICE_FAILURES as error:
             failure = error
         finally:
-            self._context.completions.submit(partial(self._end, write, save, committed, failure), self)
+            end = partial(self._end, write, save, committed, failure)
+            # One job for both: to wake a thread is one of the dearest things that are done here.
+            self._context.completions.submit(end if then is None else partial(_call_both, end, then), self)
 
     def _end(self, write: Write, save: Save | None, committed: bool, failure: BaseException | None) -> None:
         """End the write and give the tables back once the device is past them.
@@ -139,3 +151,10 @@ class BatchStoring:
         self._context.counters.add("store_failures")
         log.warning("the device cannot save: nothing of this store is kept: %s", repr(error))
         self.close()
+
+
+def _call_both(first: Callable[[], object], second: Callable[[], object]) -> None:
+    try:
+        first()
+    finally:
+        second()

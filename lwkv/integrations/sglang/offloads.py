@@ -58,10 +58,12 @@ class Offloads:
 
     def _start(self) -> None:
         requests, self._queued = self._queued, []
+        end, storing = partial(self._end, self._results, requests), None
         with DeviceFailuresTo(_note_failure), self._order.use():
-            self._engine.storing(requests).commit()
-        # Jobs run one after the other: this one when the bytes have arrived, or never will.
-        self._parts.completions.submit(partial(self._end, self._results, requests))
+            storing = self._engine.storing(requests)
+            storing.commit(end)
+        if storing is None:  # else it sees to the end itself
+            self._parts.completions.submit(end)
 
     def _end(self, results: deque[bool], requests: Sequence[KeyedChunks]) -> None:
         host, saves = self._parts.storage.host, self._engine.saves
