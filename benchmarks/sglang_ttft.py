@@ -31,6 +31,7 @@ from lwkv.benchmarks.sglang.load import (
     Question,
     Served,
 )
+from lwkv.benchmarks.sglang.stalls import STALLS_SUFFIX, stall_table
 from lwkv.benchmarks.vllm_ttft import write_model
 
 MODES = ("plain", "hicache", "lwkv")
@@ -238,8 +239,11 @@ def measure(mode: str, shape: Shape, plan: Plan, host_gib: float, **how: bool) -
         engine = Engine(mode, engine_arguments(mode, folder, shape, plan, host_gib, times, **how))
         try:
             plan.measure(engine, case)
+            time.sleep(REST_S)  # the linker writes its times when nobody waits for it
             case.host_ms = _read_times(times)
+            case.stalls = _read_times(times.with_name(times.name + STALLS_SUFFIX))
             plan.serve(engine, case)
+            time.sleep(REST_S)
             case.host_ms_beside = _read_times(times)[len(case.host_ms) :]
         finally:
             engine.close()
@@ -293,7 +297,8 @@ def main() -> int:
         # After every engine: a run that is interrupted leaves the results so far.
         args.output.write_text(json.dumps(found, indent=1))
     wrong = [f"{case.mode}, {fault}" for case in cases for fault in case.faults]
-    tables = (table(cases), thread_table(cases), call_table(cases), served_table(cases))
+    stalls = "\n".join(filter(None, (stall_table(case.mode, case.stalls) for case in cases)))
+    tables = (table(cases), thread_table(cases), call_table(cases), stalls, served_table(cases))
     gates = "\n".join(map(str, find_gates(cases)))
     print("\n\n".join(filter(None, (*tables, gates))))
     print("\n".join(["", *(f"fault: {fault}" for fault in wrong)]))

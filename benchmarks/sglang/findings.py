@@ -15,7 +15,8 @@ class Case:
     """What one engine did: milliseconds by kind of prompt, and what went wrong.
 
     `host_ms` has the time of the scheduler's thread for each batch with a load, by call; `served` and
-    `host_ms_beside` are those of prompts that arrive beside requests that decode.
+    `host_ms_beside` are those of prompts that arrive beside requests that decode. `stalls` has what Stalls
+    found of some batches with nothing beside.
 
     Kinds: "computed" is a prompt that is in no cache, "suffix" its new tokens alone, "device" a prompt whose
     prefix is in the device's cache, "host" one whose prefix is in host memory.
@@ -28,6 +29,7 @@ class Case:
     host_ms: list[dict[str, float]] = field(default_factory=list)
     served: Served | None = None
     host_ms_beside: list[dict[str, float]] = field(default_factory=list)
+    stalls: list[dict[str, float]] = field(default_factory=list)
 
 
 def table(cases: Sequence[Case]) -> str:
