@@ -176,7 +176,9 @@ def _pinned_load_ms(measured: MeasuredEngine, tokens: Slots, repeats: int) -> fl
 
     def load() -> None:
         current = measured.platform.current_stream(measured.device)
-        PinnedLoad(context, pinned, lambda stream: measured.platform.wait_stream(stream, current)).finish()
+        load = PinnedLoad(context, pinned, lambda stream: measured.platform.wait_stream(stream, current))
+        load.finish()
+        load.give_back()
 
     [times] = alternate_ms(measured.platform, measured.device, [load], repeats, pin)
     measured.flush()

@@ -115,9 +115,9 @@ class BufferedLoader(TurningLoader[BufferedLoad]):
         super().load_layer(load, layer, pages)
         load.filled.append((load.plan, load.places))
 
-    def wait_layer(self, load: BufferedLoad, layer: int) -> None:
+    def wait_layer(self, load: BufferedLoad, layer: int, stream: Stream = None) -> None:
         for arrived in range(load.num_flushed, layer + 1):
-            super().wait_layer(load, arrived)
+            super().wait_layer(load, arrived, stream)
             self.flush(load, arrived)
         load.num_flushed = max(load.num_flushed, layer + 1)
 

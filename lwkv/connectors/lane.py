@@ -44,6 +44,7 @@ class Lane:
         one_stream: whether copies and kernels share a stream.
 
     Attributes:
+        one_stream: as given.
         raw_pages: uint8 (raw_bytes,), the kernels stream's own: what it has decoded of one buffer, or is to
             code next.
     """
@@ -59,7 +60,7 @@ class Lane:
         raw_bytes: int = 0,
         one_stream: bool = False,
     ) -> None:
-        self._platform, self._loads, self._one_stream = platform, loads, one_stream
+        self._platform, self._loads, self.one_stream = platform, loads, one_stream
         self._move, self._takes_handles = partial(kernels.move_layers, loads), kernels.takes_handles
         # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
         # waits: they fill the gaps that the model's leave.
@@ -81,7 +82,7 @@ class Lane:
         """
         buffer = self.buffers[self._turn]
         self._turn = (self._turn + 1) % len(self.buffers)
-        if buffer.used and not self._one_stream:
+        if buffer.used and not self.one_stream:
             self._wait_emptied(buffer)
         buffer.holds = None
         return buffer
@@ -94,6 +95,11 @@ class Lane:
         else:
             # To make the stream the current one and back takes longer than the launch.
             self._move(staged, handle)
+
+    def mover(self) -> Callable[[StagedLayers], object]:
+        """What does as `move` for a few calls in a row, between which the current device stays the same."""
+        handle = self._platform.launch_handle(self.kernels) if self._takes_handles else None
+        return self.move if handle is None else partial(self._move, handle=handle)
 
     def decode(self, staging: torch.Tensor, coding: Coding) -> None:
         """Queue what makes `raw_pages` of those in a staging buffer that has been passed on."""
@@ -113,12 +119,12 @@ class Lane:
 
     def mark_filled(self, buffer: StagingBuffer) -> None:
         """Record the event of a full buffer behind all that the filling stream holds now."""
-        if not self._one_stream:
+        if not self.one_stream:
             self._platform.record(buffer.filled, self._filler)
 
     def pass_on(self, buffer: StagingBuffer) -> None:
         """Make the emptying stream wait until the buffer is full; `mark_filled` comes before."""
-        if not self._one_stream:
+        if not self.one_stream:
             self._platform.wait_event(self._emptier, buffer.filled)
 
     def take_back(self, buffer: StagingBuffer) -> None:
@@ -127,7 +133,7 @@ class Lane:
         The filling stream waits for it before it fills the buffer again.
         """
         buffer.holds = None
-        if not self._one_stream:
+        if not self.one_stream:
             self._platform.record(buffer.emptied, self._emptier)
             buffer.used = True
 

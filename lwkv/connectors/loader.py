@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -126,6 +125,14 @@ class Loader(ABC, Generic[LoadT]):
             lane.take_back(buffer)
         self._mark_arrived(load, layers)
 
+    def load_layers(self, load: LoadT, layers: range, pages: Int64s) -> None:
+        """Queue several layers of a load that was given all pages, in a row, as `load_layer` does each.
+
+        `pages` are int64 (layers, chunks), of all layers.
+        """
+        for layer in layers:
+            self.load_layer(load, layer, pages[layer])
+
     def drop_chunks(self, load: LoadT, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
         load.plan = load.plan.only(kept)
@@ -133,12 +140,12 @@ class Loader(ABC, Generic[LoadT]):
             # The current stream makes those that are left: kernels have to wait for it once more.
             load.is_ordered = False
 
-    def wait_layer(self, load: LoadT, layer: int) -> None:
-        """Make the current stream wait for a layer that has been queued."""
+    def wait_layer(self, load: LoadT, layer: int, stream: Stream = None) -> None:
+        """Make the current stream, which is `stream` if that is given, wait for a layer that was queued."""
         event = load.arrived[layer]
         if event is None:
             raise RuntimeError(f"layer {layer} is waited for but was never queued")
-        load.stream = self._platform.current_stream(self._device)
+        load.stream = stream or self._platform.current_stream(self._device)
         waited_for = event, load.stream
         if waited_for == load.waited_for:
             return  # layers that came together have one event
@@ -284,32 +291,3 @@ class Loader(ABC, Generic[LoadT]):
         event = self._platform.new_event(blocking=True)
         self._platform.record(event, stream)
         self._platform.synchronize_event(event)
-
-
-class PagedLoader(Loader[Load]):
-    """Loads straight into the engine's blocks, as stored."""
-
-    def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> Load:
-        load = Load(
-            self.lane, self._plans.make(transfer, self.lane.kernels, pages), [None] * self._num_layers
-        )
-        if pages is not None:
-            self._fill_ahead(load, pages)
-        return load
-
-    def _unload_coded(
-        self,
-        load: Load,
-        layers: range,
-        targets: Sequence[PagedLayer],
-        staging: torch.Tensor,
-        number: int,
-        piece: Slice,
-        pages: Int64s,
-    ) -> None:
-        plan, coder = load.plan, self._plans.paged_coder
-        if coder is None or not plan.is_whole or plan.has_spill(layers, number, pages):
-            super()._unload_coded(load, layers, targets, staging, number, piece, pages)
-        else:
-            work = partial(coder.decode, targets, piece.rows.slots, staging, plan.num_pages(number))
-            load.lane.code_in_cache(coder, work)

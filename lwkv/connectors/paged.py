@@ -10,7 +10,8 @@ import torch
 
 from lwkv.codecs import Coder, Coding, PageCodec, PagedCoder, choose_codec
 from lwkv.connectors.lane import Lane
-from lwkv.connectors.loader import Loader, PagedLoader
+from lwkv.connectors.loader import Loader
+from lwkv.connectors.paged_loader import PagedLoader
 from lwkv.connectors.saver import Saver
 from lwkv.connectors.transfer_plan import Plans
 from lwkv.errors import ConfigError

@@ -52,6 +52,7 @@ class PinnedLoad:
     The first copies and the first layer are queued by the constructor, the other layers by `wait`, ahead of
     the model. All on the caller's thread: another thread of Python gets its turn after up to 5 ms only, while
     the model is being launched, and takes as much from it. Until `finish` no other load or save may be begun.
+    `give_back` ends it, in the background.
 
     Args:
         loads: all of one batch.
@@ -80,6 +81,7 @@ class PinnedLoad:
         self._load: Load | None = None
         self._queued = 0
         self._waited: tuple[Event | None, Stream] | None = None
+        self._failure: BaseException | None = None
         context.completions.expect(self)
         context.counters.add("tokens_asked", self._num_tokens)
         if self._num_chunks:
@@ -97,31 +99,37 @@ class PinnedLoad:
         if self._queued < self._num_layers:
             self._queue_ahead(load, min(layer + 1, self._num_layers - 1))
         # Layers that came together have one event: one wait is enough for them.
-        waited = load.arrived[layer], self._platform.current_stream(self._device)
+        stream = self._platform.current_stream(self._device)
+        waited = load.arrived[layer], stream
         if waited != self._waited and not self.has_failed:
             # As DeviceFailuresTo, in fewer calls: once for every layer.
             try:
-                self._loader.wait_layer(load, layer)
+                self._loader.wait_layer(load, layer, stream)
                 self._waited = waited
             except DEVICE_FAILURES as error:
                 self._note_failure(error)
 
     def finish(self) -> bool:
-        """Order the model behind what is in flight, and have all given back: whether all of it was queued.
+        """Order the model behind what is in flight: whether all of it was queued.
 
         Called once. The host does not wait for the device.
         """
-        failure = None
         if self._load is not None:
             self._queue_up_to(self._load, self._num_layers - 1)
             try:
                 self._leave(self._load)
             except DEVICE_FAILURES as error:
-                failure, self.has_failed = error, True
+                self._failure, self.has_failed = error, True
         if not self.has_failed:
             self._context.counters.add("tokens_retrieved", self._num_tokens)
-        self._context.completions.submit(partial(self._end, failure), self)
         return not self.has_failed
+
+    def give_back(self) -> None:
+        """Have pins and tables given back once the device is past them; called once, after `finish`.
+
+        The thread that does it takes its time from the caller's: a good moment is when nobody waits for that.
+        """
+        self._context.completions.submit(partial(self._end, self._failure), self)
 
     def _begin(self, let_wait: LetWait) -> None:
         counts = np.full(self._num_chunks, self._context.config.chunk_size)
@@ -146,14 +154,11 @@ class PinnedLoad:
         self._queue_up_to(load, min(layer + ahead, self._num_layers - 1))
 
     def _queue_up_to(self, load: Load, layer: int) -> None:
-        if self.has_failed:
+        if self.has_failed or layer < self._queued:
             return
         with DeviceFailuresTo(self._give_up):
-            for number in range(self._queued, layer + 1):
-                # One that came with a layer before is on its way.
-                if load.arrived[number] is None:
-                    self._loader.load_layer(load, number, self._pages[number])
-                self._queued = number + 1
+            self._loader.load_layers(load, range(self._queued, layer + 1), self._pages)
+            self._queued = layer + 1
 
     def _leave(self, load: Load) -> None:
         """Have the streams that the model waited on, and the current one, wait for all that was queued."""
@@ -166,12 +171,13 @@ class PinnedLoad:
     def _give_up(self, error: BaseException) -> None:
         """Queue nothing more."""
         self._note_failure(error)
-        if self._load is not None and self._queued < self._num_layers:
+        if self._load is not None and None in self._load.arrived:
+            layer = self._load.arrived.index(None)
             self._loader.drop_chunks(self._load, np.zeros(self._num_chunks, bool))
             # Nothing is left to move, but whoever comes next is to wait for what was queued of this layer. A
             # device that takes no event either has nothing left to wait for.
             with suppress(*DEVICE_FAILURES):
-                self._loader.load_layer(self._load, self._queued, self._pages[self._queued, :0])
+                self._loader.load_layer(self._load, layer, self._pages[layer, :0])
 
     def _note_failure(self, error: BaseException) -> None:
         """Trust nothing of what is on its way."""

@@ -60,6 +60,12 @@ def begin(engine: CacheEngine, *loads: PinnedChunks) -> PinnedLoad:
     return PinnedLoad(engine.parts(), loads, let_wait)
 
 
+def finish(load: PinnedLoad) -> bool:
+    is_loaded = load.finish()
+    load.give_back()
+    return is_loaded
+
+
 @pytest.mark.parametrize("layers", [range(LAYERS), [LAYERS - 1], [1, 1, 3], []])
 def test_several_are_loaded_whatever_layers_the_model_waits_for(
     oracle: Oracle, engine: CacheEngine, layers: list[int]
@@ -70,7 +76,7 @@ def test_several_are_loaded_whatever_layers_the_model_waits_for(
         load.wait(layer)
         for earlier in range(layer + 1):
             oracle.read(ONE, INTO_ONE, earlier, f"after layer {layer}")
-    assert load.finish()
+    assert finish(load)
     oracle.expect(ONE, INTO_ONE)
     oracle.expect(OTHER, INTO_OTHER)
     # What is queued next on the current stream comes behind all of it.
@@ -85,20 +91,20 @@ def test_the_model_is_launched_with_layers_queued_ahead_and_the_host_waits_for_n
     oracle: Oracle, engine: CacheEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader, queued = engine.connector.loader, list[int]()
-    queue = loader.load_layer
+    mark = loader._mark_arrived
 
-    def noted(load: Any, layer: int, pages: Any) -> None:
-        queued.append(layer)
-        queue(load, layer, pages)
+    def noted(load: Any, layers: range) -> None:
+        queued.extend(layers)
+        mark(load, layers)
 
-    monkeypatch.setattr(loader, "load_layer", noted)
+    monkeypatch.setattr(loader, "_mark_arrived", noted)
     with held_completions(engine):
         load = begin(engine, pinned(engine, ONE, INTO_ONE))
         assert queued == [0]
         for layer in range(LAYERS):
             load.wait(layer)
             assert len(queued) >= min(layer + 2, LAYERS)
-        assert load.finish()
+        assert finish(load)
     assert queued == list(range(LAYERS))
     oracle.expect(ONE, INTO_ONE)
     oracle.check()
@@ -114,13 +120,13 @@ def test_layers_that_came_together_are_waited_for_once(
     monkeypatch.setattr(
         engine.connector.loader,
         "wait_layer",
-        lambda load, layer: waits.append(layer) or wait_layer(load, layer),
+        lambda load, layer, stream: waits.append(layer) or wait_layer(load, layer, stream),
     )
     for layer in (*range(LAYERS), LAYERS - 1):
         load.wait(layer)
     events = {id(event) for event in load._load.arrived}  # type: ignore[union-attr]
     assert len(waits) == len(events)
-    assert load.finish()
+    assert finish(load)
     assert engine.flush()
 
 
@@ -133,11 +139,11 @@ def test_a_device_that_fails_ends_the_load_and_keeps_nothing(
     layer: int,
     error: type[Exception],
 ) -> None:
-    fail_at(monkeypatch, engine.connector.loader, "load_layer", layer, error)
+    fail_at(monkeypatch, engine.connector.loader, "_layers_from", layer, error)
     load = begin(engine, pinned(engine, ONE, INTO_ONE))
     for number in range(LAYERS):
         load.wait(number)
-    assert not load.finish()
+    assert not finish(load)
     assert engine.flush()
     assert caplog.text.count("3 chunks are not loaded") == 1
     stats = engine.stats()
@@ -152,14 +158,14 @@ def test_a_device_that_fails_in_another_call_ends_the_load_too(
         fail_at(patch, engine.connector.loader, call, 0, RuntimeError)
         load = begin(engine, pinned(engine, ONE, INTO_ONE))
         load.wait(0)
-        assert not load.finish()
+        assert not finish(load)
     assert engine.flush()
 
 
 def test_a_batch_of_nothing_is_over_at_once(engine: CacheEngine) -> None:
     load = begin(engine)
     load.wait(LAYERS - 1)
-    assert load.finish()
+    assert finish(load)
     assert engine.flush()
 
 
@@ -178,11 +184,23 @@ def test_slots_that_do_not_fit_are_refused_and_nothing_is_taken_over(
     engine.parts().storage.host.unpin(chunks.chunks)
 
 
+def test_nothing_is_given_back_and_no_thread_is_woken_before_the_caller_says_so(
+    engine: CacheEngine,
+) -> None:
+    load = begin(engine, pinned(engine, ONE, INTO_ONE))
+    assert load.finish()
+    assert engine.flush()
+    assert engine.stats()["pins"] == 3
+    load.give_back()
+    assert engine.flush()
+    assert engine.stats()["pins"] == 0
+
+
 def test_loads_and_retrievals_take_turns(oracle: Oracle, engine: CacheEngine) -> None:
     for _ in range(3):
         load = begin(engine, pinned(engine, ONE, INTO_ONE))
         load.wait(LAYERS - 1)
-        assert load.finish()
+        assert finish(load)
         *_, masks = engine.retrieve_batch([Request(OTHER, INTO_OTHER)])
         assert masks[0].all()  # type: ignore[index, union-attr]
         oracle.zero(INTO_ONE)

@@ -19,7 +19,8 @@ from oracle import Dims, Oracle, require_rest, run_slots
 from virtual_clock import VirtualClock, VirtualStream
 
 from lwkv.config.settings import Config
-from lwkv.connectors.loader import Load, PagedLoader
+from lwkv.connectors.loader import Load
+from lwkv.connectors.paged_loader import PagedLoader
 from lwkv.engine import CacheEngine, Request
 from lwkv.platforms import CopyBatch
 from lwkv.steps import LayerSteps

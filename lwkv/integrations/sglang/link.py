@@ -124,6 +124,12 @@ class CacheLink:
         return True
 
     def num_completed_offloads(self) -> int:
+        """How many stores are over and not taken. SGLang asks in every round of its scheduler.
+
+        What was handed over since is begun, and loads that are over are given back.
+        """
+        if self._loads.ended:
+            self._loads.give_back()
         self._promises.expire()
         return self._offloads.num_completed()
 
@@ -147,6 +153,7 @@ class CacheLink:
 
         What SGLang has offloaded is started by `num_completed_offloads`.
         """
+        self._loads.give_back()
         deadline = time.monotonic() + timeout_s
         completions = self.engine.parts().completions
         return all(part.wait_idle(deadline - time.monotonic()) for part in (completions, self._bring_up))

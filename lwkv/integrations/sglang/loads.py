@@ -57,6 +57,9 @@ class Loads:
         num_layers: of the target model. Those of draft models come behind them, and are waited for with the
             last of these.
         streams: SGLang's: what is loaded comes behind all that they hold when a batch starts.
+
+    Attributes:
+        ended: those of batches that are over, which `give_back` is for.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Loads:
         self._streams = streams
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, Batch] = {}
+        self.ended: list[PinnedLoad] = []
         self._last = NO_BATCH
         self._throttle = LogThrottle(log)
 
@@ -134,6 +138,8 @@ class Loads:
         if batch is None:
             return True
         loaded = batch.load.finish()
+        # Not yet given back: SGLang has an answer to send.
+        self.ended.append(batch.load)
         if batch.waited_for < self._num_layers:
             self._rest_until = math.inf
             self._throttle.warn(
@@ -155,6 +161,14 @@ class Loads:
         batches, self._batches = self._batches, {}
         for batch in batches.values():
             batch.load.finish()
+            self.ended.append(batch.load)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Have pins and tables of batches that are over given back, in the background."""
+        ended, self.ended = self.ended, []
+        for load in ended:
+            load.give_back()
 
     def _unpin(self, loads: Sequence[QueuedLoad]) -> None:
         for load in loads:
@@ -173,6 +187,7 @@ class LayerCounter:
 
     def __init__(self, loads: Loads, num_layers: int) -> None:
         self._loads = loads
+        self._last = NO_BATCH, -1
         self.num_layers = num_layers
         self.consumer_index = NO_BATCH
 
@@ -181,5 +196,9 @@ class LayerCounter:
 
     def wait_until(self, layer: int) -> None:
         """Make the current stream wait for `layer`, counted in the pool, and queue what comes next."""
-        if self.consumer_index >= 0:
-            self._loads.wait(self.consumer_index, layer)
+        if self.consumer_index < 0:
+            return
+        asked = self.consumer_index, layer
+        if asked != self._last:  # the pool asks for K and for V
+            self._last = asked
+            self._loads.wait(*asked)
