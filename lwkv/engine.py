@@ -191,6 +191,7 @@ class CacheEngine:
             RequestError: arguments that do not fit. LayoutError: other caches than were registered.
             ClosedError: the engine is closed.
         """
+        self._storage.host.announce()
         requests = check_loads([Request(tokens, slot_mapping, mask, salts)], *self._limits(kvcaches))
         return retrieve_steps(BatchRetrieval(requests, self._parts, sync), itemgetter(0))
 
@@ -238,6 +239,7 @@ class CacheEngine:
 
     def retrieval(self, requests: Sequence[AnyRequest], sync: bool = True) -> BatchRetrieval:
         """What `retrieve_batch` goes through step by step, for callers that go from layer to layer."""
+        self._storage.host.announce()
         return BatchRetrieval(check_loads(requests, *self._limits()), self._parts, sync)
 
     def storing(self, requests: Sequence[AnyRequest], sync: bool = True) -> BatchStoring:

@@ -42,6 +42,9 @@ class GroupTier:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return self._tier.contains(self._pieces(keys))
 
+    def announce(self) -> None:
+        """Nothing: nobody has to be asked."""
+
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
         return self._tier.pin(self._pieces(keys))
 

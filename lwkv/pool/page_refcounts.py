@@ -54,8 +54,9 @@ class PageRefcounts:
 
     def add(self, pages: Int64s) -> None:
         """Add one reference to each of `pages`, each named once, in use or not."""
-        self.num_free -= int(np.count_nonzero(self._counts[pages] == 0))
-        self._counts[pages] += 1
+        counts = self._counts[pages]
+        self.num_free -= len(pages) - int(np.count_nonzero(counts))
+        self._counts[pages] = counts + 1
 
     def are_used(self, first: int, end: int) -> bool:
         """Whether any of the pages [first, end) has a reference."""

@@ -19,7 +19,7 @@ from lwkv.errors import LwkvError
 from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.platforms.protocol import Int64s
 
-VERSION = 2
+VERSION = 3
 """Goes up when messages change: owner and clients of different versions do not talk."""
 
 MOST_BYTES = 64 << 20
@@ -81,6 +81,8 @@ class Op(IntEnum):
     """As PIN, for the leading ones that are there; they do not count as used."""
     BYE = 12
     """Note: nobody of this client reads or writes a page any more."""
+    SOON = 14
+    """Note: a request comes at once. The owner does not go to sleep before."""
 
 
 class Message(NamedTuple):

@@ -57,6 +57,8 @@ class HostChunks(Protocol):
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]: ...
 
+    def announce(self) -> None: ...
+
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]: ...
 
     def pin_prefix(self, keys: Sequence[ChunkKey]) -> list[Chunk]: ...
@@ -109,6 +111,15 @@ class HostTier:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         with self._lock:
             return [key in self._chunks for key in keys]
+
+    def announce(self) -> None:
+        """Note that chunks are pinned within a millisecond. Nothing to do here: nobody has to wake up."""
+
+    def find(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
+        """The chunks that are here, neither pinned nor used: for whoever has its pages shared before any is
+        evicted."""
+        with self._lock:
+            return list(map(self._chunks.get, keys))
 
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
         """Pin and use every chunk that is here, in the order of `keys`; `unpin` ends it. None after `close`.

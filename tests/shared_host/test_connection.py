@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shared_host.owners import OwnerThread, owner_at, pool_at, session_at
+from shared_host.owners import LONG_S, OwnerThread, owner_at, pool_at, session_at
 from storage.rig import PAGE_BYTES, keys
 
 from lwkv.keys import ChunkKey
@@ -97,6 +97,57 @@ def test_uses_are_not_kept_for_an_owner_that_does_not_answer(session: Session) -
     assert len(session.connection._outbox) == 1, "what is held is given back whenever the owner goes on"
     session.connection._outbox.clear()
     session.connection._late = None
+
+
+def test_a_client_that_leaves_before_it_gets_the_reply_to_a_pin_holds_its_pages_all_the_same(
+    owner: OwnerThread, path: Path
+) -> None:
+    """What a reply does not need is done behind it, also where the reply cannot be sent."""
+    with pool_at(path, PAGE_BYTES) as pool:
+        tier, pages = NodeTier(pool), pool.allocate(3)
+        assert pages is not None
+        tier.insert(keys(1), [Chunk(pages)])
+        assert tier.is_settled()
+    assert owner.server.status()["pages_held"] == 0
+    session = session_at(path)
+    parts = [protocol.pack_numbers([8]), protocol.pack_keys(keys(1))]
+    session.connection._socket.send(pack(Op.PIN, 1, parts))
+    session.connection.close()
+    session.connection.release()
+    asking = session_at(path)
+    assert asking.has(8, keys(1)) == [True]
+    assert owner.server.status()["pages_held"] == 3, "its process is not gone"
+    asking.connection.close()
+    asking.connection.release()
+
+
+def test_a_load_can_be_announced_whatever_the_connection_does(owner: OwnerThread, session: Session) -> None:
+    session.announce()
+    assert session.has(8, keys(1)) == [False]
+    with session.connection._lock:  # another thread sends
+        session.announce()
+    assert in_child(session.announce) == 0
+    session.connection._late = 7, lambda _: None  # the owner is stopped
+    session.announce()
+    assert not session.connection._outbox
+    session.connection._late = None
+    owner.server.stop()
+    session.connection.close()
+    session.announce()
+    assert not session.connection._outbox
+
+
+def test_the_owner_does_not_sleep_while_a_request_is_announced(
+    session: Session, owner: OwnerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = threading.Semaphore(0)
+    real = os.sched_yield
+    monkeypatch.setattr(server, "AWAKE_S", LONG_S)
+    monkeypatch.setattr(server.os, "sched_yield", lambda: (looks.release(), real()))
+    session.announce()
+    for _ in range(3):
+        assert looks.acquire(timeout=LONG_S)
+    assert session.has(8, keys(1)) == [False]
 
 
 def test_what_comes_when_the_pool_is_closed_is_given_back(owner: OwnerThread, path: Path) -> None:

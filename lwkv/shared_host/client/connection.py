@@ -14,7 +14,7 @@ from contextlib import suppress
 from lwkv.shared_host.protocol import Frames, Message, Op, ProtocolError, pack
 
 READ_BYTES = 64 << 10
-AWAKE_S = 0.0005
+AWAKE_S = 0.001
 """Seconds that a request looks for its reply before it sleeps: to be woken takes as long as a reply."""
 
 MOST_REQUESTS = 2**32 - 1
@@ -85,6 +85,19 @@ class Connection:
         if not self.is_lost and not self._is_forked():
             self._outbox.append(pack(op, 0, parts))
             self._wake()
+
+    def tell_at_once(self, op: Op) -> None:
+        """Send a note that is of use now only, on this thread; never waits. Dropped while others send."""
+        if not self._may_ask() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._outbox.append(pack(op, 0, ()))
+            with self._losing():
+                self._send()
+            if self._unsent:
+                self._wake()
+        finally:
+            self._lock.release()
 
     def tend(self) -> None:
         """Send notes, and take what was late."""

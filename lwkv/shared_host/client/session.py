@@ -68,6 +68,10 @@ class Session:
         parts = self._ask(Op.HAS, [pack_numbers([end]), pack_keys(keys[:MOST_KEYS])], lambda _: None)
         return None if parts is None else [bool(there) for there in _padded([*parts[0]], len(keys))]
 
+    def announce(self) -> None:
+        """Say that a request comes at once: the owner wakes up meanwhile."""
+        self.connection.tell_at_once(Op.SOON)
+
     def pin(self, end: int, keys: Sequence[ChunkKey], op: Op = Op.PIN) -> Pinned | None:
         """Hold the chunks that are there, with all their pages below page `end`; `op` is a kind of PIN."""
         parts = self._ask(op, [pack_numbers([end]), pack_keys(keys[:MOST_KEYS])], self._free_late_pin)

@@ -53,6 +53,11 @@ class NodeTier:
         there = session.has(self._pool.num_pages, keys) if session is not None and keys else None
         return there or [False] * len(keys)
 
+    def announce(self) -> None:
+        session = self._pool.session
+        if session is not None and not self._closed:
+            session.announce()
+
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
         return self._pin(keys, Op.PIN)
 

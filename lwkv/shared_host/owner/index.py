@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -31,7 +32,8 @@ from lwkv.shared_host.protocol import (
 from lwkv.storage.host_tier import Chunk, HostTier
 
 MOST_PINNED = MOST_BYTES // 16
-"""Pages that one reply names: they take half of a message. Chunks beyond these are not found."""
+"""Numbers that one reply has for pages and what is beside them: half of a message. Chunks beyond these are
+not found."""
 
 
 class Client:
@@ -66,6 +68,7 @@ class NodeIndex:
         self._span = span
         self._slabs = slabs
         self._chunk_slabs = ChunkSlabs()
+        self._left: list[Callable[[], object]] = []
 
     def client(self) -> Client:
         """Make a new client, which holds nothing."""
@@ -96,7 +99,23 @@ class NodeIndex:
         return True
 
     def handle(self, client: Client | None, request: Message) -> list[bytes] | None:
+        """Do what a client asks, all of it; as `answer`."""
+        try:
+            return self.answer(client, request)
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Do what `answer` left: before anything else is asked, and before the index is looked at."""
+        left, self._left = self._left, []
+        for work in left:
+            work()
+
+    def answer(self, client: Client | None, request: Message) -> list[bytes] | None:
         """Do what a client asks; None is one that has no pages, and may ask what is there.
+
+        What the reply does not need is left for `settle`, which is called as soon as it is sent: the client
+        waits with its first copy.
 
         Returns the parts of the reply behind the state, or None for a note.
         """
@@ -138,33 +157,41 @@ class NodeIndex:
     def _has(self, limit: bytes, keys: bytes) -> bytes:
         if self._usable(limit) >= self.pages.num_pages:
             return bytes(self.tier.contains(_keys(keys)))
-        chunks = self.tier.pin(_keys(keys))
-        self.tier.unpin([chunk for chunk in chunks if chunk is not None])
-        return bytes(chunk is not None for chunk in self._below(self._usable(limit), chunks))
+        chunks = self._below(self._usable(limit), self.tier.find(_keys(keys)))
+        return bytes(chunk is not None for chunk in chunks)
 
     def _pin(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
         names = _keys(keys)
-        self._use_slabs(names)
-        return self._hold(client, self._usable(limit), self.tier.pin(names))
+        self._left += [partial(self.tier.use, names), partial(self._use_slabs, names)]
+        return self._hold(client, self._usable(limit), self.tier.find(names))
 
     def _pin_prefix(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
-        names = _keys(keys)
-        pinned: list[Chunk | None] = [*self.tier.pin_prefix(names)]
-        missing = [None] * (len(names) - len(pinned))
-        return self._hold(client, self._usable(limit), [*pinned, *missing])
+        found = self.tier.find(_keys(keys))
+        length = found.index(None) if None in found else len(found)
+        return self._hold(client, self._usable(limit), [*found[:length], *[None] * (len(found) - length)])
 
-    def _hold(self, client: Client, end: int, pinned: Sequence[Chunk | None]) -> list[bytes]:
-        """Have a client hold chunks that are pinned meanwhile, as far as they are below page `end`."""
-        chunks = _that_fit(self._below(end, pinned))
+    def _hold(self, client: Client, end: int, chunks: Sequence[Chunk | None]) -> list[bytes]:
+        """Have a client hold chunks, as far as they are below page `end`, once `settle` is called."""
+        chunks = self._that_fit(self._below(end, chunks))
         found = [chunk for chunk in chunks if chunk is not None]
         pages = _joined([chunk.pages for chunk in found])
-        # A key that is named twice is found twice.
-        is_once = len(set(map(id, found))) == len(found)
-        for together in [pages] if is_once else [chunk.pages for chunk in found]:
-            client.holds.add(together)
-        self.tier.unpin([chunk for chunk in pinned if chunk is not None])
+        self._left.append(partial(_add_holds, client, found, pages))
         lengths = [0 if chunk is None else len(chunk.pages) for chunk in chunks]
         return [pack_numbers(lengths), pack_numbers(pages), pack_spills(self.pages.spills_of(pages))]
+
+    def _that_fit(self, chunks: list[Chunk | None]) -> list[Chunk | None]:
+        """The first of `chunks`, None for the others: those whose pages one reply can name."""
+        count = self._numbers_for if self.pages.has_spills else _num_pages
+        ends = list(accumulate(0 if chunk is None else count(chunk) for chunk in chunks))
+        if not ends or ends[-1] <= MOST_PINNED:
+            return chunks
+        fit = bisect_right(ends, MOST_PINNED)
+        return [*chunks[:fit], *[None] * (len(chunks) - fit)]
+
+    def _numbers_for(self, chunk: Chunk) -> int:
+        """How many numbers a reply has for a chunk; see `pack_spills`."""
+        beside = self.pages.spills_of(chunk.pages)
+        return len(chunk.pages) + sum(2 + len(spill) for spill in beside.values())
 
     def _reserve(self, client: Client, limit: bytes, wanted: bytes) -> list[bytes]:
         end, (count,) = self._usable(limit), read_numbers(wanted).tolist()
@@ -269,17 +296,20 @@ class NodeIndex:
             )
 
 
-def _that_fit(chunks: list[Chunk | None]) -> list[Chunk | None]:
-    """The first of `chunks`, None for the others: those whose pages one reply can name."""
-    ends = list(accumulate(0 if chunk is None else len(chunk.pages) for chunk in chunks))
-    if not ends or ends[-1] <= MOST_PINNED:
-        return chunks
-    fit = bisect_right(ends, MOST_PINNED)
-    return [*chunks[:fit], *[None] * (len(chunks) - fit)]
+def _num_pages(chunk: Chunk) -> int:
+    return len(chunk.pages)
+
+
+def _add_holds(client: Client, chunks: Sequence[Chunk], pages: Int64s) -> None:
+    """Have a client hold `pages`, those of `chunks`."""
+    # A key that is named twice is found twice.
+    is_once = len(set(map(id, chunks))) == len(chunks)
+    for together in [pages] if is_once else [chunk.pages for chunk in chunks]:
+        client.holds.add(together)
 
 
 def _joined(pages: Sequence[Int64s]) -> Int64s:
-    return np.concatenate([np.zeros(0, np.int64), *pages])
+    return np.concatenate(pages) if pages else np.zeros(0, np.int64)
 
 
 def _keys(keys: bytes) -> list[ChunkKey]:

@@ -38,6 +38,11 @@ class NodePages:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def has_spills(self) -> bool:
+        """Whether anything is beside any page."""
+        return len(self._spills) > 0
+
     def add_slab(self, slab: int) -> None:
         """Let there be the pages of a slab, all free."""
         first, end = self.of_slab(slab)

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from lwkv.shared_host.greeting import Hello, Welcome, read, why_not, write
 from lwkv.shared_host.owner.address import Address
-from lwkv.shared_host.owner.index import NodeIndex
+from lwkv.shared_host.owner.index import Client, NodeIndex
 from lwkv.shared_host.owner.peer import Peer
 from lwkv.shared_host.owner.slabs import Slabs
 from lwkv.shared_host.process import peer_of
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 SLAB_BYTES = 256 << 20
 """Most bytes that a client page-locks in one call, which holds its launches up; pages in it have one size."""
+
+AWAKE_S = 0.001
+"""Seconds that the owner looks for a request that was announced: to wake up takes as long as to answer it."""
 
 ACCEPT_REST_S = 1.0
 """Seconds without new connections where one could not be taken."""
@@ -69,6 +72,7 @@ class Server:
         self._rests_until: float | None = None
         self._linger_s = linger_s
         self._alone_since = time.monotonic()
+        self._awake_until = 0.0
         self._throttle = LogThrottle(log)
 
     def serve(self) -> None:
@@ -78,7 +82,7 @@ class Server:
         self._alone_since = time.monotonic()
         while not self._is_stopped and self._linger_left() != 0:
             waits = [left for left in (self._accept_again(), self._linger_left()) if left is not None]
-            for key, events in self._selector.select(min(waits, default=None)):
+            for key, events in self._select(min(waits, default=None)):
                 if isinstance(key.data, Peer):
                     if key.data.is_connected:
                         self._serve(key.data, events)
@@ -87,6 +91,15 @@ class Server:
                 elif key.fileobj is self._address.socket:
                     self._accept()
         self._close()
+
+    def _select(self, most_s: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What can be done, after `most_s` seconds at most."""
+        if time.monotonic() >= self._awake_until:
+            return self._selector.select(most_s)
+        found = self._selector.select(0)
+        if not found:
+            os.sched_yield()  # whoever announced a request may be waiting for this core
+        return found
 
     def stop(self) -> None:
         """Have `serve` return; from any thread, and from a signal handler."""
@@ -200,11 +213,21 @@ class Server:
             raise ProtocolError(f"got {message.op.name} before a hello")
         elif message.op is Op.BYE:
             peer.leave()
+        elif message.op is Op.SOON:
+            self._awake_until = time.monotonic() + AWAKE_S
+        elif peer.client is None:
+            peer.send(Op.REPLY, message.number, *self._head(peer), *self._has(message))
         else:
-            client = peer.client
-            parts = self._has(message) if client is None else client.index.handle(client, message)
+            self._answer_client(peer, peer.client, message)
+
+    def _answer_client(self, peer: Peer, client: Client, message: Message) -> None:
+        index = client.index
+        try:
+            parts = index.answer(client, message)
             if parts is not None:
                 peer.send(Op.REPLY, message.number, *self._head(peer), *parts)
+        finally:
+            index.settle()  # also where the reply cannot be sent: part of it may have been
 
     def _has(self, message: Message) -> list[bytes]:
         """Answer one that has no pages, and may ask what is there of any size."""

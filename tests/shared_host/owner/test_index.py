@@ -203,6 +203,39 @@ def test_chunks_that_a_reply_has_no_room_for_are_not_found(op: Op, monkeypatch: 
     assert index.tier.pins == 0
 
 
+@pytest.mark.parametrize("op", [Op.PIN, Op.PIN_PREFIX])
+def test_what_is_beside_pages_counts_for_the_room_of_a_reply(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_index, "MOST_PINNED", 9)
+    index = NodeIndex(PAGES, 5)
+    client = index.client()
+    for number in (1, 2, 3):
+        first, second, beside = reserve(index, client, 3)
+        commit_with(index, client, [first, second], [2], {second: [beside]}, number)
+    client.holds.end_all()
+    answer = index.handle(client, Message(op, 1, [ALL, pack_keys(keys(1, 2, 3))]))
+    assert answer is not None
+    assert read_numbers(answer[0]).tolist() == [2, 0, 0]  # 5 numbers each: 2 pages, and 3 for what is beside
+    assert len(read_numbers(answer[1])) + len(read_numbers(answer[2])) == 5
+    client.holds.end_all()
+    require_all_in_chunks(index)
+
+
+def test_a_pinned_chunk_is_held_before_the_next_request_can_evict_it() -> None:
+    index = NodeIndex(PAGES, 5)
+    client, other = index.client(), index.client()
+    commit(index, client, reserve(index, client, 4), [2, 2], 1, 2)
+    client.holds.end_all()
+    answer = index.answer(client, Message(Op.PIN, 1, [ALL, pack_keys(keys(2, 1, 2))]))
+    assert answer is not None
+    assert client.holds.num_pages == 0
+    index.settle()
+    assert client.holds.num_pages == 4
+    index.settle()
+    assert reserve(index, other, PAGES - 3) == []
+    client.holds.end_all()
+    require_all_in_chunks(index)
+
+
 def test_a_slab_is_not_cut_anew_while_a_client_has_but_what_is_beside_the_page_of_a_chunk() -> None:
     slabs = Slabs(2 * 400, 400)
     small, large = NodeIndex(8, 4, slabs), NodeIndex(4, 2, slabs)
