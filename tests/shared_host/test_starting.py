@@ -16,12 +16,13 @@ from shared_host.workers import wait_for
 
 from lwkv.errors import ConfigError
 from lwkv.platforms.cpu import CPU
-from lwkv.shared_host.client import connecting, opening, starting
+from lwkv.shared_host.client import connecting, opening, starting, wait_log
 from lwkv.shared_host.client.connecting import wait_for_owner
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.starting import OwnerStarter
+from lwkv.shared_host.client.wait_log import WaitLog
 from lwkv.shared_host.greeting import Hello
 from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner.address import Address
@@ -225,12 +226,33 @@ def test_an_owner_that_fails_while_it_takes_its_memory_is_not_waited_for(tmp_pat
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_owner_that_never_answers_is_reported_as_one_that_listens(tmp_path: Path) -> None:
+def test_an_owner_that_never_answers_is_reported_as_one_that_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_log, "FIRST_S", 0.1)
     path = tmp_path / "host.sock"
     address = Address(str(path))
     with pytest.raises(ConfigError, match="its owner listens but is stopped, or has not taken all"):
         waiting(path, Loser(path), 0.1)
     address.close()
+    (line,) = [line for line in caplog.messages if "has not answered for 0 s: it is stopped" in line]
+    assert str(path) in line
+
+
+def test_that_an_owner_is_waited_for_is_logged_soon_and_then_every_half_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    waits = WaitLog("/run/host.sock", lambda: now)
+    for now in (0.5, 1.0, 20.0, 30.9, 31.0, 60.0, 61.5):
+        waits.note(300.0 - now)
+    assert [line.partition(" for ")[2].partition(":")[0] for line in caplog.messages] == [
+        "1 s",
+        "31 s",
+        "62 s",
+    ]
+    assert waits.left() == 30.0
+    assert "waits for 299 s more" in caplog.messages[0]
 
 
 def test_more_memory_is_waited_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

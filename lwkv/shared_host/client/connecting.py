@@ -14,6 +14,7 @@ from lwkv.errors import ConfigError, LwkvError
 from lwkv.shared_host.client.connection import Connection
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.client.starting import OwnerStarter
+from lwkv.shared_host.client.wait_log import WaitLog
 from lwkv.shared_host.greeting import Hello, Welcome, read, write
 from lwkv.shared_host.mapping import map_memory
 from lwkv.shared_host.memfd import is_sealed
@@ -43,9 +44,18 @@ class NoOwnerError(LwkvError, ConnectionError):
 
 
 def connect(
-    path: str, hello: Hello, timeout_s: float, wake: Callable[[], object], hello_s: float = HELLO_S
+    path: str,
+    hello: Hello,
+    timeout_s: float,
+    wake: Callable[[], object],
+    hello_s: float = HELLO_S,
+    waits: WaitLog | None = None,
 ) -> Session:
     """Greet the owner that listens at `path` and map its memory.
+
+    Args:
+        hello_s: seconds that it may take to greet.
+        waits: logs meanwhile that it does not.
 
     Raises:
         ConfigError: it cannot serve this client, and will not.
@@ -62,7 +72,7 @@ def connect(
             line.connect(path)
             _require_own(line, path)
             line.sendall(pack(Op.HELLO, 1, [write(hello)]))
-            answer = _receive(line, descriptors, time.monotonic() + hello_s)
+            answer = _receive(line, descriptors, time.monotonic() + hello_s, waits)
         except (OSError, EOFError) as error:
             raise NoOwnerError(f"no owner of host memory answers at {path}: {error}") from error
         except ProtocolError as error:
@@ -94,11 +104,15 @@ def wait_for_owner(
     """
     deadline = time.monotonic() + patience_s
     refused_until = deadline
+    waits = WaitLog(path)
     while True:
+        hello_s = max(FIRST_HELLO_S, deadline - time.monotonic())
         try:
-            return connect(path, hello, timeout_s, wake, max(FIRST_HELLO_S, deadline - time.monotonic()))
+            return connect(path, hello, timeout_s, wake, hello_s, waits)
         except NoOwnerError as error:
             is_starting = error.is_starting
+            if is_starting:
+                waits.note(deadline - time.monotonic())
             if time.monotonic() >= (deadline if is_starting else refused_until):
                 raise ConfigError(f"host_memory: {error}; {_advice(path, starter, is_starting)}") from error
         if starter is not None and not is_starting:
@@ -138,15 +152,22 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _receive(line: socket.socket, descriptors: list[int], deadline: float) -> Message:
-    """The first message; those that come with it are added to `descriptors`.
+def _receive(line: socket.socket, descriptors: list[int], deadline: float, waits: WaitLog | None) -> Message:
+    """The first message; the descriptors that come with it are added to `descriptors`.
 
     Raises OSError, EOFError, ProtocolError.
     """
     frames = Frames()
     while True:
-        line.settimeout(max(0.001, deadline - time.monotonic()))
-        data, more, _, _ = socket.recv_fds(line, 1 << 16, _MOST_DESCRIPTORS)
+        left = deadline - time.monotonic()
+        line.settimeout(max(0.001, left if waits is None else min(left, waits.left())))
+        try:
+            data, more, _, _ = socket.recv_fds(line, 1 << 16, _MOST_DESCRIPTORS)
+        except TimeoutError:
+            if waits is None or time.monotonic() >= deadline:
+                raise
+            waits.note(deadline - time.monotonic())
+            continue
         descriptors += more
         if not data:
             raise EOFError("the connection was closed")
