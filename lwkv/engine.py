@@ -34,6 +34,7 @@ from lwkv.pool.host_pool import HostPool
 from lwkv.pool.memory_limits import check_memory
 from lwkv.request import AnyRequest, Request, check_loads, check_stores
 from lwkv.shared_host.client.opening import open_node_memory
+from lwkv.shared_host.numa import node_of
 from lwkv.storage import StorageManager, Tier, TierSetup
 from lwkv.storage.host_tier import HostChunks
 from lwkv.storage.registry import open_tiers
@@ -371,6 +372,7 @@ class CacheEngine:
                 self._locks_ahead,
                 use_device,
                 start_gib=config.extra_config.host_memory_gib,
+                node=node_of(self.connector.device),
             )
         with ExitStack() as undo:
             undo.callback(pool.close)

@@ -13,8 +13,9 @@ from lwkv.platforms.host_limits import read_limits
 from lwkv.platforms.host_memory import HUGE_BYTES
 from lwkv.pool.memory_limits import gib
 from lwkv.shared_host.memfd import fill, make_memory
+from lwkv.shared_host.numa import on_nodes, read_nodes, spread
 from lwkv.shared_host.owner.address import Address
-from lwkv.shared_host.owner.server import Memory, Server
+from lwkv.shared_host.owner.server import SLAB_BYTES, Memory, Server
 from lwkv.shared_host.socket_path import default_path
 
 log = logging.getLogger(__name__)
@@ -58,16 +59,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         begun = time.monotonic()
         descriptor = make_memory(num_bytes, args.huge_pages)
-        huge_pages = fill(descriptor, num_bytes, args.threads)
-        server = Server(address, Memory(descriptor, num_bytes), linger_s=args.linger)
+        shares = spread(num_bytes, SLAB_BYTES, read_nodes())
+        filled = fill(descriptor, num_bytes, args.threads, shares)
+        server = Server(address, Memory(descriptor, num_bytes, shares, filled.by_node), linger_s=args.linger)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         log.info(
-            "%s of host memory at %s, taken in %.1f s, %s of it in huge pages",
+            "%s of host memory at %s, taken in %.1f s, %s of it in huge pages%s",
             gib(num_bytes),
             args.socket,
             time.monotonic() - begun,
-            gib(huge_pages),
+            gib(filled.huge_bytes),
+            f", {on_nodes(filled.by_node)}" if filled.by_node else "",
         )
         server.serve()
     finally:

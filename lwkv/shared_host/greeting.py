@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
 from lwkv.keys import FORMAT_VERSION
+from lwkv.shared_host.numa import UNKNOWN
 from lwkv.shared_host.protocol import VERSION, ProtocolError
 
 T = TypeVar("T", "Hello", "Welcome")
@@ -19,11 +20,13 @@ class Hello:
     Attributes:
         page_stride: bytes from a page to the next; 0 for one that only asks what is there.
         version, page_format: of the messages, and of keys and pages.
+        node: the NUMA node whose memory it is to have first; below 0 for none.
     """
 
     page_stride: int
     version: int = VERSION
     page_format: int = FORMAT_VERSION
+    node: int = UNKNOWN
 
 
 @dataclass(frozen=True)

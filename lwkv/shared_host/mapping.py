@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -49,15 +50,28 @@ def map_memory(descriptor: int, num_bytes: int) -> torch.Tensor:
     return torch.from_numpy(memory)
 
 
-def give_by_threads(memory: torch.Tensor, num_threads: int) -> int:
+def give_by_threads(memory: torch.Tensor, num_threads: int, processors: Collection[int] = ()) -> int:
     """Have the system give all of `memory`, uint8 (bytes,), which begins at a memory page; see `give`.
 
     What another process was given is mapped only. Returns 0, or the number of the first error.
+
+    Args:
+        processors: those that the threads run on, any where there are none: the system gives memory that is
+            near whoever asks for it, where there is some.
     """
     start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     parts = [(first, min(GIVE_BYTES, end - first)) for first in range(start, end, GIVE_BYTES)]
-    with ThreadPoolExecutor(min(num_threads, len(parts))) as threads:
+    with ThreadPoolExecutor(
+        min(num_threads, len(parts)), initializer=_run_on, initargs=(processors,)
+    ) as threads:
         return next(filter(None, threads.map(lambda part: give(*part), parts)), 0)
+
+
+def _run_on(processors: Collection[int]) -> None:
+    """Have this thread run on some processors only, if it may."""
+    if processors:
+        with suppress(OSError):
+            os.sched_setaffinity(0, processors)
 
 
 def huge_bytes(memory: torch.Tensor) -> int:

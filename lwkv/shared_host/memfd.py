@@ -5,10 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import NamedTuple
+
+import torch
 
 from lwkv.errors import ConfigError
 from lwkv.shared_host.mapping import give_by_threads, huge_bytes, map_memory
+from lwkv.shared_host.numa import Share, bytes_by_node
 
 # Of linux/fcntl.h. Python has them only where it was built with them.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -43,16 +49,25 @@ def is_sealed(descriptor: int) -> bool:
     return False
 
 
-def fill(descriptor: int, num_bytes: int, num_threads: int) -> int:
+class Filled(NamedTuple):
+    """How much of a memory is in huge pages, and on each NUMA node where there are several."""
+
+    huge_bytes: int
+    by_node: Mapping[int, int]
+
+
+def fill(descriptor: int, num_bytes: int, num_threads: int, shares: Sequence[Share] = ()) -> Filled:
     """Have the system give all of the memory now, huge pages where it has them, by some threads.
 
-    Returns how many bytes of it are in huge pages.
+    Args:
+        shares: of the NUMA nodes, all of the memory; each is filled by threads on its node, which have memory
+            near them where there is some. Without them it is wherever the threads happen to run.
 
     Raises:
         ConfigError: it does not have as much.
     """
     memory = map_memory(descriptor, num_bytes)
-    failure = give_by_threads(memory, num_threads)
+    failure = _fill_shares(memory, num_threads, shares) if shares else give_by_threads(memory, num_threads)
     if failure == errno.EINVAL:  # before Linux 5.14
         failure = _allocate(descriptor, num_bytes)
     if failure:
@@ -60,7 +75,18 @@ def fill(descriptor: int, num_bytes: int, num_threads: int) -> int:
             f"the system does not have {num_bytes / 2**30:.2f} GiB for shared memory: "
             f"{os.strerror(failure)}; lower --size, or give the container more"
         )
-    return huge_bytes(memory)
+    return Filled(huge_bytes(memory), bytes_by_node(memory) if shares else {})
+
+
+def _fill_shares(memory: torch.Tensor, num_threads: int, shares: Sequence[Share]) -> int:
+    """Returns 0, or the number of the first error."""
+    each = max(1, num_threads // len(shares))
+
+    def fill_one(share: Share) -> int:
+        return give_by_threads(memory[share.first : share.end], each, share.node.processors)
+
+    with ThreadPoolExecutor(len(shares)) as threads:
+        return next(filter(None, threads.map(fill_one, shares)), 0)
 
 
 def _allocate(descriptor: int, num_bytes: int) -> int:

@@ -70,7 +70,7 @@ def test_all_of_it_is_there_after_it_is_filled(
 ) -> None:
     monkeypatch.setattr(mapping, "GIVE_BYTES", 5 * PAGE_BYTES)
     assert given_bytes(descriptor) == 0
-    in_huge_pages = fill(descriptor, NUM_BYTES, num_threads)
+    in_huge_pages = fill(descriptor, NUM_BYTES, num_threads).huge_bytes
     assert given_bytes(descriptor) >= NUM_BYTES
     assert 0 <= in_huge_pages <= HUGE_BYTES
 

@@ -9,6 +9,7 @@ from lwkv.platforms.host_limits import read_limits, read_lock_limit
 from lwkv.pool.memory_limits import gib, refuse_too_much, warning_of
 from lwkv.shared_host.client.connecting import NoOwnerError
 from lwkv.shared_host.client.status import read_status
+from lwkv.shared_host.numa import ON_NODE, on_nodes
 
 
 def examine_memory(report: Report, config: Config | None) -> None:
@@ -49,6 +50,9 @@ def _examine_owner(report: Report, path: str, start_gib: float) -> None:
         )
         return
     in_use = found["bytes_in_use"]
+    by_node = {int(name.removeprefix(ON_NODE)): n for name, n in found.items() if name.startswith(ON_NODE)}
+    nodes = f"; {on_nodes(by_node)}" if by_node else ""
     report.memory[f"host_memory {path}"] = (
         f"{gib(found['bytes'])}, {gib(in_use)} in use: {found['chunks']} chunks, {found['clients']} engines"
+        + nodes
     )

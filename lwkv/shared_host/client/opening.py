@@ -14,6 +14,7 @@ from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.starting import OwnerStarter
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.greeting import Hello
+from lwkv.shared_host.numa import UNKNOWN
 from lwkv.telemetry.counters import Counters
 
 START_S = 10.0
@@ -36,6 +37,7 @@ def open_node_memory(
     use_device: Callable[[], object] | None = None,
     patience_s: float = START_S,
     start_gib: float = 0.0,
+    node: int = UNKNOWN,
 ) -> tuple[NodePool, NodeTier]:
     """Connect to the owner that listens at `path`. Both end with the pool's `close`.
 
@@ -44,11 +46,12 @@ def open_node_memory(
         patience_s: how long there may be none at the start.
         locks_ahead, use_device: see NodePool.
         start_gib: size of an owner that is started where none listens; 0 for none.
+        node: the NUMA node whose memory is given first; see `node_of`.
 
     Raises:
         ConfigError: there is no owner, it cannot serve this engine, or the platform cannot use its memory.
     """
-    waker, hello = Waker(), Hello(page_stride(page_bytes))
+    waker, hello = Waker(), Hello(page_stride(page_bytes), node=node)
     with ExitStack() as undo:
         starter = OwnerStarter(path, start_gib) if start_gib else None
         if starter is not None:

@@ -40,15 +40,19 @@ class FreePages:
         free = np.concatenate([np.zeros(0, np.int64), *self._returned])
         self._keep(free[(free < first) | (free >= end)])
 
-    def take(self, count: int, end: int) -> Int64s | None:
-        """Take `count` pages below page `end`, in as few runs as can be; None where there are too few."""
-        if count <= min(end, self._num_pages) - self._fresh:
+    def take(self, count: int, end: int, near: tuple[int, int] | None = None) -> Int64s | None:
+        """Take `count` pages below page `end`, in as few runs as can be; None where there are too few.
+
+        Args:
+            near: pages [first, end) of which as many are taken as can be.
+        """
+        if near is None and count <= min(end, self._num_pages) - self._fresh:
             self._fresh += count
             return np.arange(self._fresh - count, self._fresh)
         if count > self.below(end):
             return None
         free = self._sorted(end)
-        positions = longest_runs(free[: np.searchsorted(free, end)], self._span, count)
+        positions = self._choose(free[: np.searchsorted(free, end)], count, near)
         pages: Int64s = free[positions]
         self._keep(np.delete(free, positions))
         return pages
@@ -59,6 +63,19 @@ class FreePages:
             return len(self)
         returned = sum(int(np.count_nonzero(pages < end)) for pages in self._returned)
         return returned + max(0, end - self._fresh)
+
+    def _choose(self, free: Int64s, count: int, near: tuple[int, int] | None) -> Int64s:
+        """Positions of `count` of the free pages, as `longest_runs` has them."""
+        if near is None:
+            return longest_runs(free, self._span, count)
+        first, end = np.searchsorted(free, near)
+        if end - first >= count:
+            inside: Int64s = first + longest_runs(free[first:end], self._span, count)
+            return inside
+        others = np.delete(np.arange(len(free)), slice(first, end))
+        far = others[longest_runs(free[others], self._span, count - (end - first))]
+        chosen: Int64s = np.concatenate([np.arange(first, end), far])
+        return chosen
 
     def _sorted(self, end: int) -> Int64s:
         """All of them, ascending, but for those from page `end` on that were never in use."""

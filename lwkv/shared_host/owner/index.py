@@ -11,6 +11,7 @@ import numpy as np
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
+from lwkv.shared_host.numa import UNKNOWN
 from lwkv.shared_host.owner.chunk_slabs import ChunkSlabs
 from lwkv.shared_host.owner.evictions import Evictions
 from lwkv.shared_host.owner.holds import Holds
@@ -37,10 +38,15 @@ not found."""
 
 
 class Client:
-    """One client as its index sees it: what it holds, and of which evictions it knows."""
+    """One client as its index sees it: what it holds, and of which evictions it knows.
 
-    def __init__(self, index: NodeIndex) -> None:
+    Attributes:
+        near: pages [first, end) that it is to have first; None for any.
+    """
+
+    def __init__(self, index: NodeIndex, near: tuple[int, int] | None = None) -> None:
         self.index = index
+        self.near = near
         self.holds = Holds(index.pages)
         self._evictions = index.evictions
         self._known = index.evictions.total
@@ -70,9 +76,11 @@ class NodeIndex:
         self._chunk_slabs = ChunkSlabs()
         self._left: list[Callable[[], object]] = []
 
-    def client(self) -> Client:
-        """Make a new client, which holds nothing."""
-        return Client(self)
+    def client(self, node: int = UNKNOWN) -> Client:
+        """Make a new client, which holds nothing; of the NUMA node `node`."""
+        slabs = None if self._slabs is None else self._slabs.near(node)
+        near = None if slabs is None else (slabs[0] * self._span, slabs[1] * self._span)
+        return Client(self, near)
 
     def kept(self, keys: Sequence[ChunkKey]) -> None:
         """Do nothing: whoever wants to know what is there asks."""
@@ -199,27 +207,40 @@ class NodeIndex:
             raise ProtocolError(f"got {count} pages to reserve; allowed: 1 or more")
         # No more go than can be of use.
         evicts = self.pages.num_pages <= end and count <= self.pages.num_pages
-        pages = self._take(count, end)
+        pages = self._take(count, end, client.near)
         if pages is None and evicts and self._make_room(count):
-            pages = self.pages.take(count, end)
+            pages = self.pages.take(count, end, client.near)
         if pages is None:
             room = self.pages.free_below(end) + (self.tier.evictable() if evicts else 0)
             return [b"", pack_numbers([room])]
         client.holds.take_over(pages)
         return [pack_numbers(pages), b""]
 
-    def _take(self, count: int, end: int) -> Int64s | None:
-        """Pages that are free, in slabs that nobody has where those of this index have too few."""
-        slabs = self._slabs
-        pages = self.pages.take(count, end)
-        while pages is None and slabs is not None:
-            whole = len(slabs) if end >= self.pages.num_pages else end // self._span
-            slab = slabs.take(self, whole)
-            if slab is None:
-                break
-            self.pages.add_slab(slab)
-            pages = self.pages.take(count, end)
+    def _take(self, count: int, end: int, near: tuple[int, int] | None) -> Int64s | None:
+        """Pages that are free, in slabs that nobody has where those of this index have too few.
+
+        As many as can be are near.
+        """
+        if near is not None:
+            last = min(near[1], end)
+            while self.pages.free_below(last) - self.pages.free_below(near[0]) < count:
+                if not self._add_slab(last, near[0]):
+                    break
+        pages = self.pages.take(count, end, near)
+        while pages is None and self._add_slab(end):
+            pages = self.pages.take(count, end, near)
         return pages
+
+    def _add_slab(self, end: int, first: int = 0) -> bool:
+        """Have one more slab, that nobody has, of whole pages [first, end); False where there is none."""
+        slabs = self._slabs
+        if slabs is None:
+            return False
+        whole = len(slabs) if end >= self.pages.num_pages else end // self._span
+        slab = slabs.take(self, whole, first // self._span)
+        if slab is not None:
+            self.pages.add_slab(slab)
+        return slab is not None
 
     def _make_room(self, count: int) -> bool:
         """Have `count` pages free: for it go slabs of other sizes that were used longest ago, then chunks."""

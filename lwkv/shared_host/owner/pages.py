@@ -68,9 +68,13 @@ class NodePages:
         """Sum of all reference counts."""
         return self._counts.total
 
-    def take(self, count: int, end: int) -> Int64s | None:
-        """Take `count` pages below page `end`, one reference each; None where so many are not free there."""
-        pages = self._free.take(count, end)
+    def take(self, count: int, end: int, near: tuple[int, int] | None = None) -> Int64s | None:
+        """Take `count` pages below page `end`, one reference each; None where so many are not free there.
+
+        Args:
+            near: pages [first, end) of which as many are taken as can be.
+        """
+        pages = self._free.take(count, end, near)
         if pages is not None:
             self._counts.add(pages)
         return pages

@@ -9,11 +9,13 @@ import os
 import selectors
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 from uuid import uuid4
 
 from lwkv.shared_host.greeting import Hello, Welcome, read, why_not, write
+from lwkv.shared_host.numa import ON_NODE, Share
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.index import Client, NodeIndex
 from lwkv.shared_host.owner.peer import Peer
@@ -37,10 +39,17 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class Memory(NamedTuple):
-    """Shared memory by its descriptor, all of it there."""
+    """Shared memory by its descriptor, all of it there.
+
+    Attributes:
+        shares: which of it is near which NUMA node; none where there is one node.
+        by_node: bytes that are on each.
+    """
 
     descriptor: int
     num_bytes: int
+    shares: Sequence[Share] = ()
+    by_node: Mapping[int, int] = {}
 
 
 class Server:
@@ -61,7 +70,7 @@ class Server:
     ) -> None:
         self._address = address
         self._memory = memory
-        self._slabs = Slabs(memory.num_bytes, slab_bytes)
+        self._slabs = Slabs(memory.num_bytes, slab_bytes, memory.shares)
         self._name = uuid4().hex
         self._nothing = NodeIndex(0, 1)
         self._indexes: dict[int, NodeIndex] = {}  # by the stride of their pages
@@ -121,6 +130,7 @@ class Server:
             "clients": sum(peer.is_connected for peer in self._clients()),
             "clients_leaving": sum(not peer.is_connected for peer in self._clients()),
             "pages_held": sum(peer.client.holds.num_pages for peer in self._clients() if peer.client),
+            **{f"{ON_NODE}{number}": there for number, there in sorted(self._memory.by_node.items())},
         }
 
     def _state(self) -> State:
@@ -254,7 +264,7 @@ class Server:
             return
         if peer.client is not None:
             raise ProtocolError("got a second hello")
-        peer.client = self._index_of(stride).client()
+        peer.client = self._index_of(stride).client(hello.node)
         sizes = self._slabs.pages_of(stride)
         welcome = Welcome(self._name, self._memory.num_bytes, *sizes, self._slabs.slab_bytes)
         peer.send_with(Op.WELCOME, message.number, write(welcome), [self._memory.descriptor])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from lwkv.platforms.protocol import Int64s
+from lwkv.shared_host.numa import Share
 
 _NOBODY = -1
 
@@ -27,11 +28,13 @@ class Slabs:
 
     Args:
         num_bytes: of the memory; its last slab may be smaller.
+        shares: whole slabs that are near the same NUMA node.
     """
 
-    def __init__(self, num_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, num_bytes: int, slab_bytes: int, shares: Sequence[Share] = ()) -> None:
         self._num_bytes = num_bytes
         self.slab_bytes = slab_bytes
+        self._shares = shares
         self._users: list[SlabUser] = []
         self._user_of = np.full(-(-num_bytes // slab_bytes), _NOBODY)
         self._used: Int64s = np.zeros(len(self._user_of), np.int64)
@@ -45,13 +48,21 @@ class Slabs:
         whole, rest = divmod(self._num_bytes, self.slab_bytes)
         return whole * (self.slab_bytes // stride) + rest // stride, self.slab_bytes // stride
 
-    def take(self, user: SlabUser, end: int) -> int | None:
-        """Give `user` the first slab below slab `end` that nobody has; None where there is none."""
-        free = np.flatnonzero(self._user_of[:end] == _NOBODY)
+    def near(self, node: int) -> tuple[int, int] | None:
+        """The first slab that is near a NUMA node, and the one behind its last; None where none is."""
+        for share in self._shares:
+            if share.node.number == node:
+                return share.first // self.slab_bytes, -(-share.end // self.slab_bytes)
+        return None
+
+    def take(self, user: SlabUser, end: int, first: int = 0) -> int | None:
+        """Give `user` the first of the slabs [first, end) that nobody has; None where there is none."""
+        free = np.flatnonzero(self._user_of[first:end] == _NOBODY)
         if not len(free):
             return None
-        self._give(int(free[0]), user)
-        return int(free[0])
+        slab = first + int(free[0])
+        self._give(slab, user)
+        return slab
 
     def use(self, slabs: Iterable[int]) -> None:
         """Note that slabs are used."""

@@ -31,11 +31,21 @@ def test_the_longest_run_is_taken_of_those_that_came_back() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, NUM_PAGES), st.integers(0, NUM_PAGES + 2)), max_size=40)
+    st.lists(
+        st.tuples(
+            st.booleans(),
+            st.integers(1, NUM_PAGES),
+            st.integers(0, NUM_PAGES + 2),
+            st.sampled_from([None, (0, 5), (5, 10), (10, 15)]),
+        ),
+        max_size=40,
+    )
 )
-def test_a_page_is_taken_once_and_all_that_are_free_can_be(steps: list[tuple[bool, int, int]]) -> None:
+def test_a_page_is_taken_once_and_all_that_are_free_can_be_those_first_that_are_near(
+    steps: list[tuple[bool, int, int, tuple[int, int] | None]],
+) -> None:
     free, model, used = FreePages(NUM_PAGES, SPAN, NUM_PAGES), set(range(NUM_PAGES)), list[list[int]]()
-    for gives, count, end in steps:
+    for gives, count, end, near in steps:
         if gives and used:
             pages = used.pop(count % len(used))
             free.give(np.array(pages))
@@ -43,9 +53,12 @@ def test_a_page_is_taken_once_and_all_that_are_free_can_be(steps: list[tuple[boo
         else:
             usable = {page for page in model if page < end}
             assert free.below(end) == len(usable)
-            taken = free.take(count, end)
+            taken = free.take(count, end, near)
             assert (taken is not None) == (count <= len(usable))
             if taken is not None:
+                if near is not None:
+                    inside = usable & set(range(*near))
+                    assert len(set(taken.tolist()) & inside) == min(count, len(inside))
                 assert len(taken) == count == len(set(taken.tolist()) & usable)
                 model -= set(taken.tolist())
                 used.append(taken.tolist())
