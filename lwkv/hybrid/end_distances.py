@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 
 class EndDistances:
@@ -26,6 +26,13 @@ class EndDistances:
 
     def of(self, chunk: bytes) -> int:
         return self._distances.get(chunk, 0)
+
+    def alone_before(self, chunk: bytes) -> Iterator[bytes]:
+        """The chunks before one, the nearest first, up to one behind which several are: without that."""
+        before = self._before.get(chunk)
+        while before is not None and sum(self._behind.get(before, {}).values()) < 2:
+            yield before
+            before = self._before.get(before)
 
     def add(self, chunk: bytes, before: bytes) -> list[bytes]:
         """Have a new chunk behind another; those that passed a bound, the nearest first."""

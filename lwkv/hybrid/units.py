@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from lwkv.hybrid.end_distances import EndDistances
@@ -21,10 +22,21 @@ class UnitKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """The pieces that are there of it, by their slot; whether a request went on at a boundary with it."""
+    """The pieces that are there of it, by their slot.
+
+    Attributes:
+        hits: how often a request went on at a boundary with it.
+        is_passed: a later unit of its kind came after the last hit, and only one prefix goes on up to that.
+    """
 
     pieces: dict[int, Chunk] = field(default_factory=dict)
-    was_hit: bool = False
+    hits: int = 0
+    is_passed: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether more requests may go on with it: not if its only one has kept a later place since."""
+        return self.hits > 1 or (self.hits == 1 and not self.is_passed)
 
     @property
     def is_pinned(self) -> bool:
@@ -50,8 +62,9 @@ class Units:
     """Units in the order in which they are to go. Not thread-safe.
 
     First those without all chunks of full attention before them. Then windows and states inside longer
-    prefixes that no request went on with, those first that came to be inside first. Then all by their last
-    use, a prompt from its end, windows and states before full attention.
+    prefixes that no request went on with, or only one that has kept a later place since, as a conversation
+    does turn by turn; those first that came to be inside first. Then all by their last use, a prompt from its
+    end, windows and states before full attention.
 
     Without a kind of full attention nothing is before anything: all go by their last use.
     """
@@ -65,6 +78,8 @@ class Units:
         self._distances = EndDistances(bounds)  # of chunks of full attention
         self._inside: OrderedDict[UnitKey, None] = OrderedDict()
         self._states: OrderedDict[UnitKey, None] = OrderedDict()  # used longest ago first
+        # By kind, how many units were hit once and are not passed: where there are none, none is looked for.
+        self._hit_once: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._units)
@@ -97,9 +112,11 @@ class Units:
             self._order.add(key, None if before is None else UnitKey(before, self._main))
             if before is not None:
                 self._revise(self._distances.add(key.hash, before))
+                self._pass_before(key.hash, [other.kind for other in self.beside(key)])
         else:
             self._order.add(key, UnitKey(key.hash, self._main))
             self._put_inside(key)
+            self._pass_before(key.hash, [key.kind])
         if self._reaches[key.kind].is_state:
             self._states[key] = None
         return unit
@@ -114,8 +131,7 @@ class Units:
             if key in self._states:
                 self._states.move_to_end(key)
             if as_hit:
-                self._units[key].was_hit = True
-                self._inside.pop(key, None)
+                self._hit(key)
         self._order.use(self._with_before(here))
 
     def beside(self, key: UnitKey) -> list[UnitKey]:
@@ -128,11 +144,44 @@ class Units:
     def remove(self, key: UnitKey) -> Unit:
         """Forget a unit that is here."""
         self._order.remove(key)
+        self._hit_once[key.kind] -= self._is_hit_once(key)
         self._inside.pop(key, None)
         self._states.pop(key, None)
         if key.kind == self._main:
             self._revise(self._distances.remove(key.hash))
         return self._units.pop(key)
+
+    def _hit(self, key: UnitKey) -> None:
+        unit = self._units[key]
+        self._hit_once[key.kind] -= self._is_hit_once(key)
+        unit.hits, unit.is_passed = unit.hits + 1, False
+        self._hit_once[key.kind] += self._is_hit_once(key)
+        self._inside.pop(key, None)
+
+    def _is_hit_once(self, key: UnitKey) -> bool:
+        unit = self._units[key]
+        return unit.hits == 1 and not unit.is_passed
+
+    def _pass_before(self, chunk: bytes, kinds: Iterable[int]) -> None:
+        """Note that there are units of these kinds at a chunk, in the place of the nearest before them."""
+        for kind in kinds:
+            if self._hit_once[kind]:
+                for key in list(self._nearest_before(UnitKey(chunk, kind))):
+                    self._hit_once[kind] -= self._is_hit_once(key)
+                    self._units[key].is_passed = True
+                    self._put_inside(key)
+
+    def _nearest_before(self, key: UnitKey) -> Iterator[UnitKey]:
+        """The units of a place before this one's, the last first, if only one prefix goes on from there."""
+        reach = max(1, self._reaches[key.kind].chunks or 0)
+        found = 0
+        for chunk in islice(self._distances.alone_before(key.hash), reach - 1, None):
+            before = UnitKey(chunk, key.kind)
+            if before in self._units:
+                found += 1
+                yield before
+            if found and (before not in self._units or found == reach):
+                return
 
     def _with_before(self, keys: Sequence[UnitKey]) -> list[UnitKey]:
         """These, with those before them: first to last those of full attention, then the others from the end.
@@ -157,7 +206,7 @@ class Units:
                     self._put_inside(key)
 
     def _put_inside(self, key: UnitKey) -> None:
-        if self._units[key].was_hit or self._is_near_end(key):
+        if self._units[key].is_wanted or self._is_near_end(key):
             self._inside.pop(key, None)
         else:
             self._inside.setdefault(key, None)

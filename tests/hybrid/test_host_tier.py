@@ -130,6 +130,35 @@ def test_a_state_with_which_a_request_went_on_stays_longer_than_what_is_inside()
     assert UnitKey(b"ab", WINDOW) not in tier.there
 
 
+def hit(tier: Tier, prompt: str) -> None:
+    chunks = tier.tier.pin_hit(needed(prompt), [])
+    assert chunks is not None
+    tier.tier.unpin(chunks)
+
+
+def test_the_windows_and_states_of_a_conversation_s_earlier_turns_go_before_another_prompt() -> None:
+    """Each turn goes on where the turn before ended, and ends two chunks behind it."""
+    tier = Tier(18)
+    store(tier, "qr", "qr")
+    store(tier, "ab", "ab")
+    for turn in ("abcd", "abcdef", "abcdefgh"):
+        hit(tier, turn[:-2])
+        store(tier, turn, turn[-2:])
+    assert {*needed("qr"), *needed("abcdefgh")} <= tier.there
+
+
+def test_where_prompts_part_a_window_and_state_that_were_hit_once_stay() -> None:
+    tier = Tier(17)
+    store(tier, "ab", "ab")
+    store(tier, "abxyz")
+    hit(tier, "ab")
+    store(tier, "abcde", "de")
+    assert {*needed("ab"), *needed("abcde")} <= tier.there
+    store(tier, "q")
+    store(tier, "qr")
+    assert {*needed("ab"), *needed("abcde")} <= tier.there
+
+
 def test_no_window_or_state_outlives_its_full_attention() -> None:
     tier = Tier(4)
     store(tier, "a", "a")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
+from hybrid.unit_oracle import passed_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,22 +20,28 @@ class RecursiveInside:
     def __init__(self, reaches: dict[int, Reach]) -> None:
         self.reaches = reaches
         self.there: set[UnitKey] = set()
-        self.hit: set[UnitKey] = set()
+        self.hit: Counter[UnitKey] = Counter()
+        self.passed: set[UnitKey] = set()
         self.inside: OrderedDict[UnitKey, None] = OrderedDict()
 
     def add(self, key: UnitKey) -> None:
         self.there.add(key)
         self._revise(key.hash)
+        beside = [other for other in self.there if other.hash == key.hash and other.kind != FULL]
+        self.passed |= passed_by(beside if key.kind == FULL else [key], self.there, self.reaches)
+        self._revise(key.hash)
 
     def remove(self, key: UnitKey) -> None:
         self.there.remove(key)
-        self.hit.discard(key)
+        del self.hit[key]
+        self.passed.discard(key)
         self.inside.pop(key, None)
         self._revise(key.hash)
 
     def use_as_hit(self, key: UnitKey) -> None:
         if key in self.there:
-            self.hit.add(key)
+            self.hit[key] += 1
+            self.passed.discard(key)
             self.inside.pop(key, None)
 
     def _revise(self, chunk: bytes) -> None:
@@ -43,7 +50,8 @@ class RecursiveInside:
                 key = UnitKey(chunk[:end], kind)
                 if reach.chunks is None or key not in self.there:
                     continue
-                if key in self.hit or self._is_near_end(key.hash, reach.chunks):
+                is_wanted = self.hit[key] > 1 or (self.hit[key] == 1 and key not in self.passed)
+                if is_wanted or self._is_near_end(key.hash, reach.chunks):
                     self.inside.pop(key, None)
                 else:
                     self.inside.setdefault(key, None)

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from lwkv.hybrid.units import Reach, UnitKey
+
+
+def passed_by(keys: Iterable[UnitKey], there: Set[UnitKey], reaches: Mapping[int, Reach]) -> set[UnitKey]:
+    """The units in whose place new ones of their kind are: those of the nearest place before each."""
+    found: set[UnitKey] = set()
+    fulls = {key.hash for key in there if reaches[key.kind].chunks is None}
+    for key in keys:
+        reach = max(1, reaches[key.kind].chunks or 0)
+        lone = [key.hash[:end] for end in range(len(key.hash) - 1, 0, -1)]
+        # A chunk of full attention is behind another if that is known, and alone there.
+        lone = [*takewhile(lambda chunk: sum(other[:-1] == chunk for other in fulls) < 2, lone)]
+        lone = lone if key.hash in fulls else []
+        for number, chunk in enumerate(lone):
+            if chunk not in fulls:
+                lone = lone[: number + 1]
+                break
+        flags = [UnitKey(chunk, key.kind) in there for chunk in lone[reach - 1 :]]
+        first = flags.index(True) if True in flags else len(flags)
+        run = takewhile(bool, flags[first : first + reach])
+        found.update(UnitKey(lone[reach - 1 + first + n], key.kind) for n, _ in enumerate(run))
+    return found
 
 
 @dataclass
@@ -14,14 +37,16 @@ class SlowUnits:
 
     Attributes:
         used: when each unit was used last, as a tuple that sorts.
-        hit: those with which a request went on. inside: windows and states inside longer prefixes, in the
+        hit: how often a request went on with each. passed: those that have a later one of their kind in their
+            place, since they were hit last. inside: windows and states inside longer prefixes, in the
             order in which they came to be there.
     """
 
     reaches: dict[int, Reach]
     room: int
     used: dict[UnitKey, tuple[int, ...]] = field(default_factory=dict)
-    hit: set[UnitKey] = field(default_factory=set)
+    hit: Counter[UnitKey] = field(default_factory=Counter)
+    passed: set[UnitKey] = field(default_factory=set)
     inside: list[UnitKey] = field(default_factory=list)
     events: int = 0
 
@@ -34,6 +59,9 @@ class SlowUnits:
             self._evict()
         self.used[key] = ()
         self.use([key])
+        self._note_inside(prompt)
+        places = [other for other in self.used if other.hash == key.hash and not self._is_full(other)]
+        self.passed |= passed_by(places if self._is_full(key) else [key], {*self.used}, self.reaches)
         self._note_inside(prompt)
 
     def use(self, keys: Sequence[UnitKey], as_hit: bool = False) -> None:
@@ -48,8 +76,9 @@ class SlowUnits:
                     if before in self.used and self._is_full(before):
                         self.used[before] = (self.events, 1, -end)
         if as_hit:
-            self.hit.update(here)
-            self.inside = [key for key in self.inside if key not in self.hit]
+            self.hit.update({*here})
+            self.passed -= {*here}
+            self.inside = [key for key in self.inside if key not in here]
 
     def _is_full(self, key: UnitKey) -> bool:
         return self.reaches[key.kind].chunks is None
@@ -63,7 +92,7 @@ class SlowUnits:
 
     def _is_inside(self, key: UnitKey) -> bool:
         reach = self.reaches[key.kind].chunks
-        if reach is None or key in self.hit:
+        if reach is None or self.hit[key] > 1 or (self.hit[key] == 1 and key not in self.passed):
             return False
         behind = {other.hash for other in self.used if self._is_full(other)}
         behind = {chunk for chunk in behind if chunk.startswith(key.hash)} | {key.hash}
@@ -81,13 +110,17 @@ class SlowUnits:
     def _evict(self) -> None:
         victim = self.next_to_go()
         del self.used[victim]
-        self.hit.discard(victim)
+        self._forget(victim)
         if self._is_full(victim):
             for key in [key for key in self.used if key.hash == victim.hash]:
                 del self.used[key]
-                self.hit.discard(key)
+                self._forget(key)
         # Without a short branch what is before it may be inside the longer ones.
         self._note_inside(victim.hash[:-1].decode() if self._is_full(victim) else "")
+
+    def _forget(self, key: UnitKey) -> None:
+        del self.hit[key]
+        self.passed.discard(key)
 
     def next_to_go(self) -> UnitKey:
         orphans = [key for key in self.used if self.is_orphan(key)]
