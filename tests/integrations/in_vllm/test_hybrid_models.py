@@ -1,4 +1,6 @@
-"""Models of other kinds than Gemma 3's: gpt-oss with its sinks, Llama 4 with chunked local attention."""
+"""Other models than Gemma 3: gpt-oss with its sinks, Llama 4 with chunked local attention, Gemma 3n, of whose
+layers the last ones have no KV of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,17 @@ pytestmark = pytest.mark.skipif(
 
 SPAN = 128
 """Two chunks."""
-WRITERS = {"gpt-oss": models.write_gpt_oss, "llama 4": models.write_llama4}
-KINDS = {"gpt-oss": ["window-128", "full"], "llama 4": ["local-128", "full"]}
+WRITERS = {
+    "gpt-oss": models.write_gpt_oss,
+    "llama 4": models.write_llama4,
+    "gemma 3n": models.write_gemma3n,
+}
+KINDS = {
+    "gpt-oss": [("window-128", 2), ("full", 2)],
+    "llama 4": [("local-128", 2), ("full", 2)],
+    # Of its six layers the last two look at the KV of earlier ones.
+    "gemma 3n": [("window-128", 2), ("full", 2)],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +84,7 @@ def test_the_kinds_are_found_and_are_those_that_doctor_reads_from_the_model_s_fo
     engine: Engine, name: str, model: Path
 ) -> None:
     groups = read_groups(engine.core.scheduler.kv_cache_config, CHUNK)
-    assert [kind.name for kind in groups.kinds] == KINDS[name]
+    assert [(kind.name, kind.num_layers) for kind in groups.kinds] == KINDS[name]
     assert read_model(read_folder(str(model)), BLOCK).kinds == groups.kinds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from lwkv.errors import ConfigError
 from lwkv.hybrid import Group
 from lwkv.integrations.vllm.hybrid.groups import CacheGroups
 from lwkv.integrations.vllm.worker.caches import Rank, describe
+
+log = logging.getLogger(__name__)
 
 
 def describe_groups(
@@ -39,7 +42,15 @@ def describe_groups(
 
 
 def _require_all(caches: Mapping[str, torch.Tensor], grouped: set[str]) -> None:
-    if unknown := sorted(set(caches) ^ grouped):
+    """Raise ConfigError where groups and caches do not fit.
+
+    Layers that look at the KV of an earlier one are in no group, and have its memory: they keep nothing.
+    """
+    addresses = {caches[name].data_ptr() for name in grouped & caches.keys()}
+    sharing = {name for name in caches.keys() - grouped if caches[name].data_ptr() in addresses}
+    if sharing:
+        log.info("layers that look at the KV of earlier ones keep nothing: %s", ", ".join(sorted(sharing)))
+    if unknown := sorted((caches.keys() ^ grouped) - sharing):
         raise ConfigError(
             f"vLLM has registered other layers than it has in groups of KV caches: {', '.join(unknown)}"
         )
