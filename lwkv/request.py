@@ -114,9 +114,15 @@ def check_stores(
     chunking: Chunking,
     device: torch.device | None = None,
 ) -> list[CheckedRequest]:
-    """Bring requests into one form that are stored together. Raises RequestError as `check_loads`."""
+    """Bring requests into one form that are stored together. Raises RequestError as `check_loads`.
+
+    Chunks with keys of several requests may share slots: of two chunks that differ in their last tokens, the
+    first tokens may be the same, and so may their slots. Keys do not show that, and slots are only read.
+    """
     checked = [_checked(request, chunking, device) for request in as_requests(requests)]
-    _check_slots(checked, num_slots)
+    together = [[request] for request in checked] if _have_keys(requests) else [checked]
+    for some in together:
+        _check_slots(some, num_slots)
     if chunking.unit > 1:
         for request in checked:
             request.saves().only(request.new_chunks()).row_slots(chunking.unit)
@@ -134,6 +140,10 @@ def as_requests(requests: Sequence[AnyRequest]) -> Sequence[AnyRequest]:
                 return requests
     got = f"{requests!r:.200}, of type {type(requests).__name__}"
     raise RequestError(f"got {got}; pass a list of Request(tokens, slot_mapping), or []")
+
+
+def _have_keys(requests: Sequence[AnyRequest]) -> bool:
+    return any(isinstance(request, KeyedSlots) for request in requests)
 
 
 def _checked(request: AnyRequest, chunking: Chunking, device: torch.device | None) -> CheckedRequest:

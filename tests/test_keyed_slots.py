@@ -99,6 +99,21 @@ def test_slots_may_be_shared_by_the_same_chunks_alone(engine: CacheEngine) -> No
         engine.retrieve_batch([one, keyed(engine, run_slots(0, 16), name=b"b")])
 
 
+def test_what_is_stored_may_share_slots_where_different_chunks_begin_alike(
+    oracle: Oracle, engine: CacheEngine
+) -> None:
+    """Two prompts whose second chunks have their first four tokens in common."""
+    one, other = run_slots(0, 16), [*run_slots(0, 12), *run_slots(40, 4)]
+    oracle.compute(TOKENS[:16], one)
+    oracle.compute(TOKENS[:16], other)
+    for _ in engine.store_batch([keyed(engine, one), keyed(engine, other, name=b"b")]):
+        pass
+    assert engine.flush()
+    assert engine.stats()["chunks"] == 4
+    with pytest.raises(RequestError, match="is given to two tokens of a request"):
+        engine.store_batch([keyed(engine, one), keyed(engine, [*one[:8], *one[:8]], name=b"c")])
+
+
 def test_one_batch_has_one_kind_of_request(engine: CacheEngine) -> None:
     with pytest.raises(RequestError, match="pass a list of"):
         engine.store_batch([keyed(engine, run_slots(0, 8)), Request(TOKENS, run_slots(8, 24))])

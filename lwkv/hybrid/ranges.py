@@ -86,7 +86,10 @@ class Pieces:
         starts = [start for start in self._starts(chunks) if start + self._tokens > first]
         if not starts:
             return None
-        return self._keyed(load.hashes, starts, table, max(0, first - starts[0]))
+        keyed = self._keyed(load.hashes, starts, table, max(0, first - starts[0]))
+        # What the engine has itself may be the blocks of several requests, whose chunks differ behind that.
+        keyed.slots[: keyed.first] = NO_SLOT
+        return keyed
 
     def store(self, store: Store, table: Sequence[int]) -> KeyedSlots | None:
         """What is to be stored, or None."""

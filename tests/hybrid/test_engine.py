@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hybrid.rig import GIB, Toy, full, largest, local, state, window
+from hybrid.rig import GIB, Running, Toy, full, largest, local, state, window
 
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
@@ -46,6 +46,37 @@ def test_what_differs_at_the_end_goes_on_where_all_kinds_are_whole(model: Toy) -
     other = [*tokens[:50], *range(40)]
     assert model.ask(other, step=32) <= 48
     assert model.ask(other, step=32) == 89 // model.chunk * model.chunk
+
+
+def test_requests_of_a_step_share_blocks_up_to_the_middle_of_a_chunk(toy: Make) -> None:
+    """As where an engine has the beginning of two prompts itself: both are stored, and both loaded."""
+    model = toy([full(), window(5)], [1, 2], 8)
+    prompts = [[*range(12), *range(50, 62)], [*range(12), *range(70, 82)]]
+    first = model.start(prompts[0])
+    model.run_step([], [(first, 12)])
+
+    def behind_the_first() -> list[Running]:
+        running = [model.start(prompt) for prompt in prompts]
+        for request in running:
+            request.tables = [[*table[:3]] for table in shared]
+            request.computed = request.local = 12
+        return running
+
+    shared = [[*table] for table in first.tables]
+    running = behind_the_first()
+    model.run_step([], [(request, 24) for request in running])
+    assert model.engine.flush(20.0)
+    assert [model.boundary([*prompt, 1]) for prompt in prompts] == [24, 24]
+    for request in running:
+        model.end(request)
+    again = behind_the_first()
+    pins = [model.engine.pin(request.hashes, 12, 24) for request in again]
+    model.run_step([(request, model.load(request, 24)) for request in again], [])
+    for request, pin in zip(again, pins, strict=True):
+        assert pin is not None
+        model.engine.unpin(pin)
+        model.end(request)
+    model.end(first)
 
 
 TREE = [
