@@ -240,7 +240,7 @@ class Oracle:
     ) -> CacheEngine:
         """An engine whose staging holds a chunk and whose pool has `pages` pages in slabs of five."""
         stride = -(-self.page_bytes(chunk_size) // PAGE_STRIDE) * PAGE_STRIDE
-        buffers = staging_buffers + (staging_buffers if load_streams == 2 else 1)
+        buffers = staging_buffers + (2 * staging_buffers if load_streams == 2 else 1)
         least = buffers * self.page_bytes(chunk_size)
         if settings.get("page_codec") == "lossless":
             least = buffers * self._coded_bytes(chunk_size) + 2 * self.page_bytes(chunk_size)

@@ -181,9 +181,11 @@ class ExtraConfig(BaseModel):
     staging_bytes: CountOrNull = Field(
         default=None,
         description="Device memory for staging, all buffers together, in bytes; by default 1/256 of the "
-        "device's, from 128 MiB to 256 MiB.",
+        "device's, from 128 MiB to 256 MiB, and half as much again where loads have two streams.",
     )
-    staging_buffers: TwoOrMore = Field(default=2, description="Staging buffers that take turns.")
+    staging_buffers: TwoOrMore = Field(
+        default=2, description="Staging buffers that take turns, for saves; loads have twice as many."
+    )
     load_streams: OneOrTwoOrNull = Field(
         default=None,
         description="Streams of the device that loads use. 2: a kernel runs beside the next copy. 1: fewer "

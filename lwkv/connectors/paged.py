@@ -24,6 +24,7 @@ from lwkv.transfer import NO_SLOT
 
 STAGING_ALIGNMENT = 512
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 256 << 20
+"""Of the device's memory for staging, without half of the buffers for loads, which come on top."""
 
 
 class PagedConnector(Caches):
@@ -130,15 +131,20 @@ class PagedConnector(Caches):
         return self._load_buffers() + self._config.staging_buffers
 
     def _load_buffers(self) -> int:
-        """Staging buffers for loads; a second one is of no use where nothing runs beside a copy."""
-        return self._config.staging_buffers if self._config.load_streams > 1 else 1
+        """Staging buffers for loads: twice as many as for saves, or one where nothing runs beside a copy.
+
+        They are all filled when a load begins, and emptied when the engine has done what it has to do before,
+        such as clearing blocks: with few of them the link would have nothing to do meanwhile.
+        """
+        return 2 * self._config.staging_buffers if self._config.load_streams > 1 else 1
 
     def _buffer_bytes(self) -> int:
         buffers, per_page = self._num_buffers(), self._staged_bytes(self.codec, self.layers)
         _, total = self.platform.mem_info(self.device) or (0, 0)
         wanted = self._config.staging_bytes
         if wanted is None:
-            wanted = min(max(total // STAGING_SHARE, LEAST_STAGING), MOST_STAGING)
+            share = min(max(total // STAGING_SHARE, LEAST_STAGING), MOST_STAGING)
+            wanted = share * per_page // (per_page - self._load_buffers() // 2 * self.page_bytes)
         elif 0 < wanted < per_page:
             decoded = f", {_raw_page_bytes(self.codec, self.layers)} decoded" if self.codec.is_coded else ""
             raise ConfigError(

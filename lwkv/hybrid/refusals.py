@@ -41,6 +41,6 @@ def group_config(config: Config, tokens: int, num_groups: int, page_bytes: int) 
     """
     staging = config.extra_config.staging_bytes
     share = (MOST_STAGING if staging is None else staging) // num_groups
-    least = 2 * config.staging_buffers * page_bytes
+    least = 3 * config.staging_buffers * page_bytes
     extra = config.extra_config.model_copy(update={"staging_bytes": max(share, least)})
     return config.model_copy(update={"chunk_size": tokens, "page_codec": "raw", "extra_config": extra})

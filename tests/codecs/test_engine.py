@@ -57,7 +57,7 @@ def test_what_is_stored_comes_back_in_every_layout(
 ) -> None:
     oracle = make(form)
     # Four staging buffers of coded pages, and two of raw ones.
-    staging = staging_chunks * (4 * 4096 + 2 * oracle.page_bytes(CHUNK))
+    staging = staging_chunks * (6 * 4096 + 2 * oracle.page_bytes(CHUNK))
     settings = {"save_unfull_chunk": True, "enable_blending": blending, "staging_bytes": staging}
     with oracle.engine(CHUNK, page_codec="lossless", **settings) as engine:
         assert engine.connector.codec.name == "lossless"
@@ -98,7 +98,7 @@ def test_full_chunks_are_coded_from_their_blocks_and_decoded_into_them(
     form: str, staging_chunks: int, paged_coders: list[TorchPaged], make: Callable[..., Oracle]
 ) -> None:
     oracle = make(form, replace(DIMS, head_size=8))  # layers that may share staging
-    staging = staging_chunks * (4 * 4096 + 2 * oracle.page_bytes(CHUNK))
+    staging = staging_chunks * (6 * 4096 + 2 * oracle.page_bytes(CHUNK))
     settings = {"save_unfull_chunk": True, "staging_bytes": staging, "group_bytes": 1 << 20}
     with oracle.engine(CHUNK, page_codec="lossless", **settings) as engine:
         (coder,), prompt = paged_coders, TOKENS[:16]
@@ -367,8 +367,8 @@ def test_what_cannot_be_coded_is_refused_by_name_or_left_raw(
         ({"heads": 1, "head_size": 4}, {}, True, "raw", "pages of layer 'layer_0' would not be smaller"),
         ({}, {"enable_blending": True}, True, "raw", "lossless was not measured with blending"),
         # What is enough for raw pages stays enough.
-        ({}, {"staging_bytes": 4 * 32768}, True, "raw", "lossless needs staging_bytes of 180224 or more"),
-        ({}, {"staging_bytes": 180224}, True, "lossless", "page_codec=auto"),
+        ({}, {"staging_bytes": 6 * 32768}, True, "raw", "lossless needs staging_bytes of 237568 or more"),
+        ({}, {"staging_bytes": 237568}, True, "lossless", "page_codec=auto"),
         ({}, {"use_gpu": False}, True, "lossless", "page_codec=auto"),
     ],
 )

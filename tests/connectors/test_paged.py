@@ -60,7 +60,7 @@ def test_every_byte_comes_back_and_no_other_changes(
     tokens = [int(token) for token in rng.integers(0, 1000, 4 * chunk + block + 1)]
     with oracle.engine(
         chunk,
-        staging_bytes=4 * staging_chunks * oracle.page_bytes(chunk),
+        staging_bytes=6 * staging_chunks * oracle.page_bytes(chunk),
         save_unfull_chunk=True,
         enable_blending=buffered,
     ) as engine:
@@ -243,14 +243,15 @@ def test_more_staging_than_the_device_has_is_refused(make_oracle: Any) -> None:
 
 def test_staging_below_a_page_for_each_buffer_is_refused_with_the_least(make_oracle: Any) -> None:
     oracle = make_oracle("vllm_2bnhd")
-    page, least = oracle.page_bytes(8), 2 * 3 * oracle.page_bytes(8)
+    page, least = oracle.page_bytes(8), (2 + 1) * 3 * oracle.page_bytes(8)
     for wrong in (1, least - 1):
         with pytest.raises(
             ConfigError, match=rf"got {wrong}; allowed: null, or {least} and more.* {page} bytes"
         ):
             oracle.engine(8, staging_bytes=wrong, staging_buffers=3)
     with oracle.engine(8, staging_bytes=least, staging_buffers=3) as engine:
-        assert len(engine.connector.loader.lane.buffers) == 3
+        lanes = engine.connector.loader.lane, engine.connector.saver.lane
+        assert [len(lane.buffers) for lane in lanes] == [6, 3]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_loads_that_take_turns_overwrite_each_other_s_staging_and_notice(
     """Several layers are staged together, and ahead; then the other load needs the buffers."""
     oracle, count = make_oracle("vllm_2bnhd", layers=9, blocks=40), 8 * chunks
     prompts = [list(range(start, start + count)) for start in (100, 500)]
-    with oracle.engine(8, staging_bytes=4 * 6 * oracle.page_bytes(8)) as engine:
+    with oracle.engine(8, staging_bytes=6 * 6 * oracle.page_bytes(8)) as engine:
         monkeypatch.setattr(engine.connector.loader, "layers_ahead", lambda load, layer, known: 0)
         for tokens in prompts:
             store(oracle, engine, tokens, run_slots(0, count))

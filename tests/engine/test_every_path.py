@@ -98,7 +98,7 @@ def start(case: Case, oracle: Oracle, tier: MemoryTier) -> CacheEngine:
         CHUNK,
         case.pages,
         tiers=[tier] if case.tier else [],
-        staging_bytes=4 * case.staging_chunks * oracle.page_bytes(CHUNK),
+        staging_bytes=6 * case.staging_chunks * oracle.page_bytes(CHUNK),
         lookahead=case.lookahead,
         group_bytes=case.group_chunks * oracle.page_bytes(CHUNK),
         prefetch_layers=case.prefetch,

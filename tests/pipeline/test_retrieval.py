@@ -126,7 +126,7 @@ def test_layers_that_came_together_are_waited_for_once_by_each_stream(
     platform: Platform, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, oracle = 12, Oracle(platform, device, dims=Dims(layers=12))
-    with oracle.engine(8, staging_bytes=4 * 4 * 3 * oracle.page_bytes(8)) as engine:
+    with oracle.engine(8, staging_bytes=6 * 4 * 3 * oracle.page_bytes(8)) as engine:
         oracle.compute(TOKENS, FROM)
         engine.store(TOKENS, slot_mapping=FROM)
         assert engine.flush()

@@ -88,7 +88,7 @@ class Run:
 
     def _engine(self, lookahead: int, buffered: bool, together: int) -> CacheEngine:
         """An engine whose staging buffers hold so many layers of three chunks."""
-        extra = {"lookahead_layers": lookahead, "staging_bytes": 4 * together * self._layer_bytes}
+        extra = {"lookahead_layers": lookahead, "staging_bytes": 6 * together * self._layer_bytes}
         config = Config(
             chunk_size=CHUNK,
             use_layerwise=True,

@@ -92,7 +92,7 @@ def engine(platform: CPU, layers_per_buffer: int) -> Iterator[CacheEngine]:
     """One with LOADED in it; each of its staging buffers holds so many layers of that."""
     dims = Dims(layers=LAYERS, blocks=BLOCKS, block_size=BLOCK, heads=1, head_size=2)
     oracle = Oracle(platform, platform.current_device(), dims=dims)
-    staging = 4 * layers_per_buffer * CHUNKS * oracle.page_bytes(CHUNK)
+    staging = 6 * layers_per_buffer * CHUNKS * oracle.page_bytes(CHUNK)
     settings = {"staging_bytes": staging, "group_bytes": 2 * LAYERS * oracle.page_bytes(CHUNK)}
     pages = 2 * LAYERS * CHUNKS
     with oracle.engine(CHUNK, pages, **settings) as engine:
