@@ -109,7 +109,8 @@ class CacheEngine:
         self._closed = self._ended = False
         self._completions = self._start(timeline, counters, use_device)
         self._parts = BatchContext(
-            config, self._prompt_keys.of, self._storage, connector, self._completions, counters
+            *(config, self._prompt_keys.of, self._storage, connector, self._completions, counters),
+            first_key_of=self._prompt_keys.first_of,
         )
         weakref.finalize(self, self._completions.close).atexit = False
         if lock_memory:

@@ -282,7 +282,7 @@ def _are_repeated(slots: Int64s, num_slots: int) -> bool:
     Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
     after the one before has ended, firsts and lasts sorted by themselves.
     """
-    if (slots == NO_SLOT).any():
+    if int(slots.min(initial=0)) < 0:
         slots = slots[slots != NO_SLOT]
     if not len(slots):
         return False

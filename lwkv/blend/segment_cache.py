@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -127,7 +127,7 @@ class SegmentCache:
             in_host: numbers of loads of which only what is in host memory is taken.
         """
         keys = {id(load.request): load.keys for load in loads}
-        parts = replace(self.engine.parts(), keys_of=lambda request: keys[id(request)])
+        parts = self.engine.parts().with_keys(lambda request: keys[id(request)])
 
         def begin_load(transfers: list[Transfer], pages: Int64s | None) -> Load:
             shift, lengths = [load.shift for load in loads], [len(part.slots) for part in transfers]
@@ -141,11 +141,10 @@ class SegmentCache:
 
     def storing(self, tokens: TokenIds, slots: Int64s, salts: Sequence[str] = ()) -> BatchStoring:
         """What stores a segment that is being computed in `slots`; the caller closes it."""
-        parts = self.engine.parts()
         request = Request(tokens, slots, salts=salts)
         checked = check_stores([request], self.connector.num_slots, self._chunking)
         keys = self.keys(tokens, salts)
-        return BatchStoring(checked, replace(parts, keys_of=lambda _: keys))
+        return BatchStoring(checked, self.engine.parts().with_keys(lambda _: keys))
 
 
 def segment_keys(

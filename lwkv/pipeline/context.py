@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lwkv.background.completion_thread import CompletionThread
@@ -18,9 +18,15 @@ from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.transfer import CheckedRequest
 
 
+def _no_key(request: CheckedRequest) -> None:
+    """All keys are at hand."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchContext:
     """One engine's parts for its batches; `keys_of` gives the key of every chunk of a request.
+
+    `first_key_of` gives the key of its first chunk if `keys_of` takes a while, None if it does not.
 
     The deadline of a layer, `config.load_timeout_s` by `clock`, begins when the tiers are asked for it.
     `throttle` logs what did not arrive.
@@ -33,4 +39,9 @@ class BatchContext:
     completions: CompletionThread
     counters: Counters
     clock: Callable[[], float] = time.monotonic
+    first_key_of: Callable[[CheckedRequest], ChunkKey | None] = _no_key
     throttle: LogThrottle = field(default_factory=partial(LogThrottle, logging.getLogger(__name__)))
+
+    def with_keys(self, keys_of: Callable[[CheckedRequest], list[ChunkKey]]) -> BatchContext:
+        """The same for batches of other keys, which are at hand."""
+        return replace(self, keys_of=keys_of, first_key_of=_no_key)

@@ -12,6 +12,8 @@ from lwkv.platforms.protocol import Int64s
 from lwkv.transfer import CheckedRequest, Chunking
 
 NUM_PROMPTS = 32
+FEW_CHUNKS = 8
+"""To make the keys of so many takes no longer than what could be done meanwhile."""
 
 
 class PromptKeys:
@@ -30,10 +32,9 @@ class PromptKeys:
     def keys(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey]:
         """The key of every chunk of `ids`; the list is not the caller's to change."""
         ids = self._in_chunks(ids)
-        with self._lock:
-            known_ids, keys = self._recent.get(_mark(ids, salts), (None, []))
-        if known_ids is not None and np.array_equal(known_ids, ids):
-            return keys
+        known = self._known(ids, salts)
+        if known is not None:
+            return known
         keys = chunk_keys(ids, self._chunking.chunk_size, self._namespace, salts, True)
         self.remember(ids.copy(), salts, keys)
         return keys
@@ -58,6 +59,20 @@ class PromptKeys:
         if request.keys is not None:
             return request.keys
         return self.keys(request.ids, request.salts)
+
+    def first_of(self, request: CheckedRequest) -> ChunkKey | None:
+        """The key of a request's first chunk, where it takes a while to make those of all; else None."""
+        size, salts = self._chunking.chunk_size, request.salts
+        if request.keys is not None or len(request.chunk_tokens) <= FEW_CHUNKS:
+            return None
+        if self._known(self._in_chunks(request.ids), salts) is not None:
+            return None
+        return chunk_keys(request.ids[:size], size, self._namespace, salts)[0]
+
+    def _known(self, ids: Int64s, salts: tuple[str, ...]) -> list[ChunkKey] | None:
+        with self._lock:
+            known_ids, keys = self._recent.get(_mark(ids, salts), (None, None))
+        return keys if known_ids is not None and np.array_equal(known_ids, ids) else None
 
     def _in_chunks(self, ids: Int64s) -> Int64s:
         return ids[: self._chunking.covered(len(ids))]

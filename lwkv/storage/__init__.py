@@ -4,7 +4,7 @@ from lwkv.storage.hold import Hold, LayerPages
 from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.manager import StorageManager
 from lwkv.storage.tier import Missing, Status, Tier, TierSetup
-from lwkv.storage.write import Write
+from lwkv.storage.write import UnnamedWrite, Write
 
 __all__ = [
     "Chunk",
@@ -16,5 +16,6 @@ __all__ = [
     "StorageManager",
     "Tier",
     "TierSetup",
+    "UnnamedWrite",
     "Write",
 ]

@@ -121,6 +121,11 @@ class HostTier:
         with self._lock:
             return list(map(self._chunks.get, keys))
 
+    def lacks_prompt(self, first: ChunkKey) -> bool:
+        """Whether no chunk is here, as far as is known, of any prompt that begins with `first`."""
+        with self._lock:
+            return first not in self._chunks and not self._order.has_behind(first)
+
     def pin(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
         """Pin and use every chunk that is here, in the order of `keys`; `unpin` ends it. None after `close`.
 

@@ -23,7 +23,7 @@ from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.prefix_order import parents_of
 from lwkv.storage.prompt_part import PromptPart, prompt_parts
 from lwkv.storage.tier import HOST, Tier
-from lwkv.storage.write import Write
+from lwkv.storage.write import UnnamedWrite, Write
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
@@ -67,7 +67,9 @@ class StorageManager:
         host: HostChunks | None = None,
         saves: bool = True,
     ) -> None:
-        self.host: HostChunks = HostTier(pool) if host is None else host
+        own = HostTier(pool)
+        self._own_host = own if host is None else None
+        self.host: HostChunks = own if host is None else host
         self.frozen = False
         self._pool = pool
         self._num_layers = num_layers
@@ -149,6 +151,7 @@ class StorageManager:
         keys: Sequence[ChunkKey],
         parents: Sequence[ChunkKey | None] | None = None,
         new: Sequence[int] | None = None,
+        unnamed: UnnamedWrite | None = None,
     ) -> Write | None:
         """Take pages for all layers of those `keys` that are neither in the host tier nor on their way.
 
@@ -160,6 +163,7 @@ class StorageManager:
             keys: all chunks of a prompt, or of several, one prompt after the other.
             parents: the chunk before each, None for a prompt's first; without them `keys` are one prompt's.
             new: positions of those that may be written; all by default.
+            unnamed: has the pages for these, and goes over into what is returned; not where that is None.
 
         Returns None where there is nothing to store: all known, frozen, another engine's, or no room for a
         single one.
@@ -171,7 +175,12 @@ class StorageManager:
         with ExitStack() as undo:
             known = [chunk for chunk in self.host.pin(keys) if chunk is not None]
             undo.callback(self.host.unpin, known)
-            wanted, pages = self._take_pages(keys, range(len(keys)) if new is None else new)
+            new = range(len(keys)) if new is None else new
+            if unnamed is None:
+                wanted, pages = self._take_pages(keys, new)
+                spare = pages[:, :0]
+            else:
+                wanted, pages, spare = self._share_out(keys, new, unnamed.pages)
             if not wanted:
                 return None
             undo.pop_all()
@@ -185,7 +194,24 @@ class StorageManager:
             unclaim=self._unclaim,
             release=self._pool.release,
             let_go=partial(self.host.unpin, known),
+            spare=spare,
         )
+
+    def begin_unnamed_write(self, first: ChunkKey, num_chunks: int) -> UnnamedWrite | None:
+        """Take pages for all layers of a prompt's chunks of which only the first key is made; never waits.
+
+        `begin_write` follows when all keys are made: their bytes can be on their way until then.
+
+        Returns None where some of the chunks may be here or on their way, where nothing is to be stored, and
+        where memory cannot be freed for all of them.
+        """
+        own, is_closed_to = self._own_host, self.frozen or not self._saves
+        if own is None or is_closed_to or first in self._writing or not own.lacks_prompt(first):
+            return None
+        pages = self.allocate(self._num_layers * num_chunks)
+        if pages is None:
+            return None
+        return UnnamedWrite(pages.reshape(self._num_layers, -1), self._pool.release)
 
     def batched_put(
         self,
@@ -202,9 +228,9 @@ class StorageManager:
         with ExitStack() as after:
             after.callback(self._unclaim, keys)
             after.callback(self._insert, keys, chunks, parents)
-            for key, chunk, part in zip(keys, chunks, parts, strict=True):
+            for key, chunk, part in zip(keys, chunks, parts, strict=True) if self.lower.guards else ():
                 self.lower.keep(self.lower.guards, key, chunk, part)
-        self._grow_ahead(sum(len(chunk.pages) for chunk in chunks))
+        self._grow_ahead(self._num_layers * len(chunks))
 
     def allocate(self, num_pages: int) -> Int64s | None:
         """Take pages, evicting unpinned chunks if need be; None where that is not enough. Never waits."""
@@ -287,6 +313,16 @@ class StorageManager:
         if refused:
             self._refuse([keys[i] for i in refused])
         return wanted, pages
+
+    def _share_out(
+        self, keys: Sequence[ChunkKey], new: Sequence[int], pages: Int64s
+    ) -> tuple[list[int], Int64s, Int64s]:
+        """As `_take_pages`, out of `pages` for all `new`, int64 (layers, chunks); and those left over."""
+        wanted = self._claim(keys, new)
+        if len(wanted) == len(new):
+            return wanted, pages, pages[:, :0]
+        needed = np.isin(new, wanted)
+        return wanted, pages[:, needed], pages[:, ~needed]
 
     def _as_many_pages(self, num_chunks: int) -> Int64s:
         """Pages for up to `num_chunks` chunks, as many as can be had."""

@@ -81,6 +81,10 @@ class PrefixOrder(Generic[Key]):
             seen.add(parent)
             parent = self._parents[parent]
 
+    def has_behind(self, key: Key) -> bool:
+        """Whether a chunk is here whose parent is this one, here or not."""
+        return key in self._children
+
     def behind(self, key: Key) -> list[Key]:
         """The chunks behind one, here or not, those nearest to it first, each up to one that is not here."""
         found, seen = [key], {key}

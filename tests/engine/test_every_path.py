@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from oracle import Dims, MemoryTier, Oracle, require_rest, run_slots
 
 from lwkv.engine import CacheEngine, Request
+from lwkv.pipeline import prompt_keys
+from lwkv.pipeline.prompt_keys import FEW_CHUNKS
 from lwkv.platforms import Platform
 from lwkv.storage import Status
 
@@ -54,6 +58,7 @@ class Case:
     failing_layer: int | None
     failure: str | None
     steps: int | None
+    few_chunks: int = FEW_CHUNKS
 
 
 def shares() -> st.SearchStrategy[Share]:
@@ -87,14 +92,16 @@ CASES = st.builds(
     | st.sampled_from(["begin", "table", "pinned table", "second layer", "leave", "end"])
     | st.sampled_from([f"wait for layer {layer}" for layer in range(LAYERS)]),
     steps=st.none() | st.integers(0, LAYERS + 1),
+    few_chunks=st.sampled_from([FEW_CHUNKS, 1]),
 )
 HIT = Case(
     (Share(24, 24, 0, False),), False, False, False, False, 64, 1, 1, 0, 2, True, None, None, None
 )  # paged, single, all of it
 
 
-def start(case: Case, oracle: Oracle, tier: MemoryTier) -> CacheEngine:
-    return oracle.engine(
+@contextmanager
+def start(case: Case, oracle: Oracle, tier: MemoryTier) -> Iterator[CacheEngine]:
+    engine = oracle.engine(
         CHUNK,
         case.pages,
         tiers=[tier] if case.tier else [],
@@ -105,6 +112,8 @@ def start(case: Case, oracle: Oracle, tier: MemoryTier) -> CacheEngine:
         save_unfull_chunk=case.partial,
         enable_blending=case.buffered,
     )
+    with patch.object(prompt_keys, "FEW_CHUNKS", case.few_chunks), engine:
+        yield engine
 
 
 def slots_of(case: Case, first: int) -> list[list[int]]:

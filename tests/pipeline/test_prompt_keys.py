@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lwkv.keys import chunk_keys
+from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.pipeline import prompt_keys
-from lwkv.pipeline.prompt_keys import NUM_PROMPTS, PromptKeys
-from lwkv.transfer import Chunking
+from lwkv.pipeline.prompt_keys import FEW_CHUNKS, NUM_PROMPTS, PromptKeys
+from lwkv.transfer import CheckedRequest, Chunking
 
 
 @pytest.fixture
@@ -73,3 +73,24 @@ def test_prompts_that_agree_here_and_there_are_told_apart(memo: PromptKeys) -> N
     other[100] = 7
     for ids in (one, other, one):
         assert memo.keys(ids, ()) == chunk_keys(ids, 3, "model")
+
+
+def test_the_first_key_alone_is_made_where_it_takes_a_while_to_make_all(
+    memo: PromptKeys, made: list[Any]
+) -> None:
+    chunking = Chunking(3, partial=False)
+    none = np.zeros(30, np.int64)
+
+    def first_of(num_chunks: int, **more: Any) -> ChunkKey | None:
+        counts = chunking.chunk_tokens(3 * num_chunks)
+        ids = np.arange(3 * num_chunks)
+        return memo.first_of(CheckedRequest(ids, none, 0, ("a",), 3, counts, **more))
+
+    assert first_of(FEW_CHUNKS) is None
+    assert made == []
+    keys = chunk_keys(range(27), 3, "model", ["a"])
+    assert first_of(FEW_CHUNKS + 1) == keys[0]
+    assert first_of(FEW_CHUNKS + 1, keys=keys) is None
+    memo.remember(np.arange(27), ("a",), keys)
+    assert first_of(FEW_CHUNKS + 1) is None
+    assert [len(of[0]) for of in made] == [3]

@@ -554,3 +554,59 @@ def test_a_tier_that_cannot_be_given_chunks_leaves_them_visible_and_nothing_held
         assert rig.lookup(1, 2) == 2
         rig.require_rest()
     rig.end()
+
+
+def test_pages_without_names_become_a_write_of_those_chunks_that_nobody_else_writes(rig: Rig) -> None:
+    unnamed = rig.manager.begin_unnamed_write(key(1), 3)
+    assert unnamed is not None
+    assert unnamed.pages.shape == (NUM_LAYERS, 3)
+    assert (rig.manager.writes_in_flight, rig.pool.pages_in_use) == (0, 3 * NUM_LAYERS)
+    other = rig.begin(2)
+    write = rig.manager.begin_write(keys(1, 2, 3), unnamed=unnamed)
+    assert other is not None
+    assert write is not None
+    assert write.positions.tolist() == [0, 2]
+    assert write.pages.tolist() == unnamed.pages[:, [0, 2]].tolist()
+    assert write.spare.ravel().tolist() == unnamed.pages[:, 1].tolist()
+    write.commit()
+    other.commit()
+    assert rig.lookup(1, 2, 3) == 3
+    assert (rig.manager.writes_in_flight, rig.pool.pages_in_use) == (0, 3 * NUM_LAYERS)
+
+
+@pytest.mark.parametrize("end", ["abort", "lose"])
+def test_pages_without_names_go_back_unless_a_device_may_write_to_them(rig: Rig, end: str) -> None:
+    for is_named in (False, True):
+        before, write = rig.pool.pages_in_use, rig.manager.begin_unnamed_write(key(1), 2)
+        assert write is not None
+        named = rig.manager.begin_write(keys(1, 2), unnamed=write) if is_named else write
+        assert named is not None
+        getattr(named, end)()
+        kept = 0 if end == "abort" else 2 * NUM_LAYERS
+        assert (rig.manager.writes_in_flight, rig.pool.pages_in_use) == (0, before + kept)
+        if kept:
+            rig.pool.release(write.pages.ravel())
+
+
+def test_pages_without_names_are_given_for_prompts_only_of_which_nothing_is_known(rig: Rig) -> None:
+    rig.store(1, 2)
+    coming = rig.begin(5)
+    assert coming is not None
+    asked = [rig.manager.begin_unnamed_write(key(number), 1) for number in (1, 5)]
+    rig.forget(1)
+    asked.append(rig.manager.begin_unnamed_write(key(1), 1))
+    rig.manager.frozen = True
+    asked.append(rig.manager.begin_unnamed_write(key(7), 1))
+    rig.manager.frozen = False
+    coming.commit()
+    asked.append(rig.manager.begin_unnamed_write(key(7), 9))
+    assert asked == [None] * 5
+
+
+def test_nobody_gets_pages_without_names_where_all_are_known_after_all(rig: Rig) -> None:
+    unnamed = rig.manager.begin_unnamed_write(key(1), 1)
+    assert unnamed is not None
+    rig.store(1)
+    assert rig.manager.begin_write(keys(1), unnamed=unnamed) is None
+    unnamed.abort()
+    assert rig.pool.pages_in_use == NUM_LAYERS
