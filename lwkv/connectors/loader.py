@@ -20,6 +20,8 @@ from lwkv.telemetry.timeline import Recording, Timeline
 from lwkv.transfer import Transfer
 
 MOST_COPIES = 128
+MORE_LAYERS = 3
+"""By how many layers what is queued is farther ahead after each layer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,12 +92,13 @@ class Loader(ABC, Generic[LoadT]):
         """How many layers behind `layer` are queued with it; `known` where all pages are in host memory.
 
         The first copies are under way when the model is to be launched, which must not be kept waiting. Where
-        all are known, more each time: the model's own code makes ours slow, and several in a row take little
-        more than one. But a driver whose queue is full makes the host wait.
+        all are known, a few more than were computed each time, until enough are queued: the model's own code
+        makes ours slow, and several in a row take little more than one. Not many at once: the model, and the
+        saves of the same step, would wait for the host. A driver whose queue is full makes it wait, too.
         """
         if not (known and self._lookahead_layers):
             return self._lookahead_layers if layer >= FIRST_LAYERS else 0
-        return min(1 << 2 * layer, max(8, MOST_COPIES // max(load.plan.num_slices, 1))) - 1
+        return min(MORE_LAYERS * layer, max(8, MOST_COPIES // max(load.plan.num_slices, 1)) - 1)
 
     def load_layer(self, load: LoadT, layer: int, pages: Int64s) -> None:
         """Queue all that brings a layer from its pages to its place on the device: copies, kernels, an event.

@@ -118,6 +118,22 @@ def test_a_layer_s_copy_is_eight_calls_below_the_hook(engine: CacheEngine) -> No
     steps.wait_for_save()
 
 
+def test_no_hook_queues_many_layers_and_those_behind_it_are_on_their_way(
+    engine: CacheEngine, layers_per_buffer: int
+) -> None:
+    steps, ahead = LayerSteps(engine), engine.connector.loader.layers_ahead
+    steps.begin([Request(LOADED, INTO)], [])
+    steps.start_load_kv()
+    load, copies = steps._load, []
+    assert load is not None
+    for layer in range(LAYERS):
+        copies.append(len(frames_to("load_batch", lambda n=layer: steps.wait_for_layer_load(n))))
+        if layer + 1 < LAYERS:
+            assert load._queued > min(layer + 1 + ahead(load._load, layer + 1, True), LAYERS - 1)
+    assert max(copies) <= 4
+    assert steps.wait_for_save().loaded[0].all()
+
+
 def run_steps(engine: CacheEngine) -> None:
     steps = LayerSteps(engine)
     steps.begin([Request(LOADED, INTO)], [Request(STORED, FROM)])
