@@ -36,6 +36,9 @@ STRIDE = 4096
 PROMPT_CHUNKS = 128
 """32,768 tokens in chunks of 256."""
 
+ANNOUNCED_S = 0.0003
+"""By how much a load announces that it pins."""
+
 LONG_S = 60.0
 
 
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(path: str, scale: Scale) -> dict[str, Any]:
-    """Fill an owner, then look prompts up: without others, and while all clients store."""
+    """Fill an owner, look prompts up and pin some without others, and look up while all clients store."""
     context = multiprocessing.get_context("fork")
     owner = _started(context.Process(target=_own, args=(path, scale.chunks * scale.layers)))
     try:
@@ -80,6 +83,8 @@ def measure(path: str, scale: Scale) -> dict[str, Any]:
         session.has(0, ())
         index_bytes = _resident_bytes(owner) - empty_bytes
         alone = _lookups(session, num_prompts, scale.seconds)
+        asleep = _pins(session, num_prompts, scale.seconds / 2)
+        announced = _pins(session, num_prompts, scale.seconds / 2, ANNOUNCED_S)
         stop = context.Event()
         clients = [
             _started(context.Process(target=_store_on, args=(path, number, scale, stop)))
@@ -102,6 +107,7 @@ def measure(path: str, scale: Scale) -> dict[str, Any]:
         "prompts_stored_per_s": (status["chunks_evicted"] / PROMPT_CHUNKS) / scale.seconds,
         "index_bytes_per_chunk": index_bytes / (num_prompts * PROMPT_CHUNKS),
         "lookup_ms": {"alone": _summary(alone), "while_others_store": _summary(beside)},
+        "pin_ms": {"asleep": _summary(asleep), "announced": _summary(announced)},
         "cores": os.cpu_count(),
     }
 
@@ -157,6 +163,30 @@ def _lookups(session: Session, num_prompts: int, seconds: float) -> list[float]:
         session.has(session.welcome.num_pages, keys)
         times.append(1000 * (time.perf_counter() - begun))
         time.sleep(0.002)
+    return times
+
+
+def _pins(session: Session, num_prompts: int, seconds: float, announced_s: float = 0.0) -> list[float]:
+    """Milliseconds of each pin of a quarter of a prompt, for some seconds, by an owner that has been idle.
+
+    Args:
+        announced_s: by how much it is announced before, as a load does; 0 for not at all.
+    """
+    random, times = np.random.default_rng(2), []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        keys = _keys(int(random.integers(num_prompts)))[: PROMPT_CHUNKS // 4]
+        time.sleep(0.02)
+        if announced_s:
+            session.announce()
+        until = time.perf_counter() + announced_s
+        while (begun := time.perf_counter()) < until:
+            pass
+        pinned = session.pin(session.welcome.num_pages, keys)
+        times.append(1000 * (time.perf_counter() - begun))
+        if pinned is not None:
+            session.free(pinned.pages, np.ones(len(pinned.pages), np.int64))
+            session.has(0, ())
     return times
 
 

@@ -1,8 +1,9 @@
-"""Two vLLMs, one a device, on one host memory, beside two with half of it each.
+"""Two vLLMs on one host memory, beside two with half of it each.
 
-`python -m lwkv.benchmarks.vllm_pair --devices 0,1` needs vLLM and two devices. Conversations take turns, and
-each turn is answered by one of the engines, drawn anew, as by a router that knows no caches. Weights
-are dummies: the times are those of the shape. Reported are the share of prompt tokens that were cached, the
+`python -m lwkv.benchmarks.vllm_pair --devices 0,1` needs vLLM and two devices. With `--devices 0,0` both
+engines share one: the cached share is the same, but times are not those of two. Conversations take turns,
+and each turn is answered by one of the engines, drawn anew, as by a router that knows no caches. Weights are
+dummies: the times are those of the shape. Reported are the share of prompt tokens that were cached, the
 time to first token, and answers a second of both engines together.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -38,7 +40,8 @@ class Pair:
     """What is measured: conversations on two engines, and the host memory of both together.
 
     Attributes:
-        devices: one for each engine.
+        devices: one for each engine, which may be the same.
+        together: start the engines of both modes at the same time: each device has twice as many meanwhile.
         share_in_host: of all tokens of the conversations.
     """
 
@@ -46,6 +49,12 @@ class Pair:
     plan: Plan
     devices: Sequence[str]
     share_in_host: float
+    together: bool = False
+
+    @property
+    def engines_a_device(self) -> int:
+        """At the same time, at most."""
+        return max(Counter(self.devices).values()) * (len(MODES) if self.together else 1)
 
     @property
     def gib(self) -> float:
@@ -65,15 +74,27 @@ class Pair:
 
 
 def measure(pair: Pair) -> list[Finding]:
-    findings = []
-    for mode in MODES:
-        with engines(mode, pair) as both, ThreadPoolExecutor(len(both)) as threads:
-            conversed = Conversed()
-            for each in pair.rounds():
-                found = list(threads.map(Engine.converse, both, each))
-                _add(conversed, found)
-            findings.append(Finding(mode, max(engine.start_s for engine in both), {}, conversed))
-    return findings
+    """Start the engines of each mode, and give both modes the same conversations, one after the other."""
+    if not pair.together:
+        findings = []
+        for mode in MODES:
+            with engines(mode, pair) as both:
+                findings.append(_converse(mode, pair, both))
+        return findings
+    with ExitStack() as undo, ThreadPoolExecutor(len(MODES)) as threads:
+        starts = [threads.submit(undo.enter_context, engines(mode, pair)) for mode in MODES]
+        return [
+            _converse(mode, pair, both)
+            for mode, both in [(mode, start.result()) for mode, start in zip(MODES, starts, strict=True)]
+        ]
+
+
+def _converse(mode: str, pair: Pair, both: Sequence[Engine]) -> Finding:
+    conversed = Conversed()
+    with ThreadPoolExecutor(len(both)) as threads:
+        for each in pair.rounds():
+            _add(conversed, list(threads.map(Engine.converse, both, each)))
+    return Finding(mode, max(engine.start_s for engine in both), {}, conversed)
 
 
 @contextmanager
@@ -86,7 +107,7 @@ def engines(mode: str, pair: Pair) -> Iterator[list[Engine]]:
         if mode == MODES[1]:
             path, _ = undo.enter_context(owner_of(pair.gib))
             memory = {"host_memory": path}
-        arguments = engine_arguments("lwkv", folder, pair.shape, pair.plan, folder)
+        arguments = engine_arguments("lwkv", folder, pair.shape, pair.plan, folder, pair.engines_a_device)
         settings = arguments["kv_transfer_config"]["kv_connector_extra_config"]
         del settings["max_local_cpu_size"]
         settings |= memory | {"load_when": "always"}
@@ -124,10 +145,13 @@ def main() -> int:
         "--in-host", type=float, default=0.9, help="share of all tokens in the host memory of both engines"
     )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs: a start takes less time")
+    parser.add_argument(
+        "--together", action="store_true", help="start the engines of both modes at the same time"
+    )
     args = parser.parse_args()
     counts = (args.conversations, args.turns, args.first, args.more, args.answer, args.at_once)
     plan = Plan(Conversations(*counts), args.in_gpu, args.eager)
-    findings = measure(Pair(shape_of(args), plan, args.devices.split(","), args.in_host))
+    findings = measure(Pair(shape_of(args), plan, args.devices.split(","), args.in_host, args.together))
     return write_result(args.output, findings, faults(findings, plan))
 
 

@@ -13,7 +13,7 @@ def test_look_ups_are_measured_alone_and_while_others_store(tmp_path: Path) -> N
     found = measure(str(tmp_path / "host.sock"), Scale(3 * PROMPT_CHUNKS, 2, 2, 0.3, 20.0))
     assert found["chunks"] == 3 * PROMPT_CHUNKS
     assert found["index_bytes_per_chunk"] >= 0
-    for times in found["lookup_ms"].values():
+    for times in [*found["lookup_ms"].values(), *found["pin_ms"].values()]:
         assert times["count"] > 0
         assert 0 < times["median"] <= times["p90"] <= times["p99"]
 

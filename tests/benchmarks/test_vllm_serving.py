@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lwkv.benchmarks import vllm_pair
 from lwkv.benchmarks.measuring.shapes import TINY
 from lwkv.benchmarks.throttled.remote import installed_in
 from lwkv.benchmarks.vllm.conversations import Conversations, Conversed, Conversing
@@ -216,6 +219,48 @@ def test_each_turn_is_answered_by_one_engine_of_a_pair_and_by_the_same_in_both_m
     assert rounds == [[list(each.asked()) for each in both] for both in pair.rounds()]
     assert len({tuple(both[0]) for both in rounds}) == 3
     assert pair.gib == TINY.kv_bytes(8 * (20 + 16 + 2) // 2) / 2**30
+    assert pair.engines_a_device == 1
+    assert replace(pair, devices=("0", "0")).engines_a_device == 2
+    assert replace(pair, devices=("0", "0"), together=True).engines_a_device == 4
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_both_modes_of_a_pair_get_the_same_conversations_and_end(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[tuple[int, int]]]] = []
+    running: list[str] = []
+
+    class Answering:
+        start_s = 1.5
+
+        def __init__(self, mode: str) -> None:
+            self.mode = mode
+
+        def converse(self, conversations: Conversations) -> Conversed:
+            assert running == (list(vllm_pair.MODES) if together else [self.mode])
+            asked.append((self.mode, list(conversations.asked())))
+            return Conversed(turns=list(conversations.asked()), seconds=2.0)
+
+    @contextmanager
+    def engines(mode: str, pair: Pair) -> Iterator[list[Answering]]:
+        running.append(mode)
+        running.sort(key=vllm_pair.MODES.index)
+        yield [Answering(mode), Answering(mode)]
+        running.remove(mode)
+
+    monkeypatch.setattr(vllm_pair, "engines", engines)
+    monkeypatch.setattr(vllm_pair.Engine, "converse", Answering.converse)
+    plan = ConversationPlan(Conversations(4, 2, 20, 8, 2, 2), 0.5)
+    findings = vllm_pair.measure(Pair(TINY, plan, ("0", "0"), 0.5, together))
+    assert [finding.mode for finding in findings] == list(vllm_pair.MODES)
+    assert not running
+    first, second = ([turns for mode, turns in asked if mode == each] for each in vllm_pair.MODES)
+    assert sorted(first) == sorted(second)
+    for finding in findings:
+        assert finding.conversed is not None
+        assert sorted(finding.conversed.turns) == [(talk, turn) for talk in range(4) for turn in range(2)]
+        assert finding.conversed.seconds == 4.0
 
 
 def test_an_engine_answers_the_turns_that_it_is_asked_and_no_others(engine: Stepped) -> None:

@@ -19,6 +19,7 @@ from shared_host.workers import (
     Progress,
     check,
     die_at_message,
+    die_at_reply,
     freeze,
     kill,
     prompt,
@@ -102,6 +103,28 @@ def test_an_owner_that_is_killed_is_followed_by_an_empty_one_and_no_byte_is_wron
         owner.join(chosen.uniform(0.05, 0.5))
         kill(owner)
         owner = start(run_owner, path, PAGES)
+    progress.wait_more(100)
+    progress.stop()
+    for process in clients:
+        process.join(60)
+        assert process.exitcode == 0
+    wait_for(lambda: is_at_rest(path))
+    kill(owner)
+
+
+@pytest.mark.slow  # clients look for a new owner twice a second
+def test_an_owner_that_is_killed_within_any_reply_spoils_no_byte_either(path: Path, kills: int) -> None:
+    chosen = random.Random(10)
+    owner = start(run_owner, path, PAGES)
+    progress = Progress()
+    clients = [start(serve_requests, path, seed, -1, SHORT_S, progress.count) for seed in range(2)]
+    progress.wait_more(10)
+    kill(owner)
+    for _ in range(kills):
+        owner = start(die_at_reply, path, PAGES, chosen.randint(1, 60))
+        owner.join(60)
+        assert owner.exitcode == -9
+    owner = start(run_owner, path, PAGES)
     progress.wait_more(100)
     progress.stop()
     for process in clients:

@@ -21,6 +21,8 @@ from lwkv.shared_host.client.connection import Connection
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.tier import NodeTier
+from lwkv.shared_host.owner.peer import Peer
+from lwkv.shared_host.protocol import Op, pack
 from lwkv.storage import Chunk
 from lwkv.telemetry.counters import Counters
 
@@ -48,6 +50,26 @@ def run_owner(path: Path, num_pages: int) -> None:
     owner = OwnerThread(path, num_pages * 4096)
     threading.Event().wait()
     owner.end()
+
+
+def die_at_reply(path: Path, num_pages: int, number: int) -> None:
+    """As `run_owner`, and die within the reply of this number: half of it is sent."""
+    import lwkv.shared_host.owner.server as server
+
+    sent = 0
+
+    class Dying(Peer):
+        def send(self, op: Op, number_of: int, *parts: bytes) -> None:
+            nonlocal sent
+            sent += 1
+            if sent == number:
+                frame = pack(op, number_of, parts)
+                self.socket.send(bytes(self._waiting) + frame[: len(frame) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().send(op, number_of, *parts)
+
+    server.Peer = Dying  # type: ignore[misc]
+    run_owner(path, num_pages)
 
 
 def kill(process: BaseProcess) -> None:
