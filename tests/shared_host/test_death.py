@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,27 @@ def test_an_owner_that_is_killed_within_any_reply_spoils_no_byte_either(path: Pa
         owner.join(60)
         assert owner.exitcode == -9
     owner = start(run_owner, path, PAGES)
+    progress.wait_more(100)
+    progress.stop()
+    for process in clients:
+        process.join(60)
+        assert process.exitcode == 0
+    wait_for(lambda: is_at_rest(path))
+    kill(owner)
+
+
+def test_an_owner_and_engines_that_stop_and_go_on_again_spoil_no_byte(path: Path, kills: int) -> None:
+    """What is answered too late is given back, and nobody waits for longer than a request may take."""
+    chosen = random.Random(11)
+    owner = start(run_owner, path, PAGES)
+    progress = Progress()
+    clients = [start(serve_requests, path, seed, -1, SHORT_S, progress.count) for seed in range(2)]
+    for _ in range(kills):
+        stopped = chosen.choice([owner, *clients])
+        progress.wait_more(chosen.randint(1, 20))
+        freeze(stopped)
+        time.sleep(chosen.uniform(0, 1.5 * SHORT_S))
+        thaw(stopped)
     progress.wait_more(100)
     progress.stop()
     for process in clients:

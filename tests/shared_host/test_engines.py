@@ -69,6 +69,19 @@ def test_what_one_engine_stores_is_a_hit_of_another(oracle: Oracle, owner: Owner
         require_closed(other)
 
 
+def test_a_load_announces_that_it_pins_before_all_else(
+    oracle: Oracle, owner: OwnerThread, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_at(oracle, path) as engine:
+        store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+        host, calls = engine.parts().storage.host, list[str]()
+        for name in ("announce", "pin"):
+            real = getattr(host, name)
+            monkeypatch.setattr(host, name, lambda *a, r=real, n=name: (calls.append(n), r(*a))[1])
+        assert load(oracle, engine, prompt(1, LENGTH)) == LENGTH
+        assert calls == ["announce", "pin"]
+
+
 def test_another_process_finds_what_was_stored_and_a_restarted_engine_finds_its_own(
     oracle: Oracle, owner: OwnerThread, path: Path
 ) -> None:
