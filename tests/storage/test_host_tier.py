@@ -119,6 +119,15 @@ def test_the_least_recently_pinned_go_first(host: HostChunks, pool: HostPool) ->
     assert order == [3, 2, 1]
 
 
+def test_what_is_found_is_neither_pinned_nor_used(own_host: HostTier, own_pool: HostPool) -> None:
+    first, second = insert(own_host, own_pool, 1), insert(own_host, own_pool, 2)
+    own_host.announce()
+    assert own_host.find(keys(1, 9, 2)) == [*first, None, *second]
+    assert own_host.pins == 0
+    assert own_host.evict(1)
+    assert here(own_host, 1, 2) == [2], "the one that was stored first"
+
+
 def test_eviction_frees_what_is_asked_or_nothing(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1, 2, 3)
     [pinned] = host.pin(keys(3))
