@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,15 +40,15 @@ class Parts:
     def next_order(self, ask: Callable[[], object]) -> Any:
         """The order of the prompt that `ask` has blended."""
         orders: list[Any] = []
-        blend = self._worker._blend
+        parts = self._worker._parts
 
         def note(order: Any, loads: Any) -> Any:
             orders.append(order)
-            return blend(order, loads)
+            return parts(order, loads)
 
-        self._worker._blend = note
+        self._worker._parts = note
         ask()
-        self._worker._blend = blend
+        self._worker._parts = parts
         (order,) = orders
         return order
 
@@ -68,24 +68,24 @@ class Parts:
     def loads_in_place(self) -> Iterator[None]:
         """Blends that load nothing, as if all that they reuse were in its blocks; answers mean nothing."""
         worker = self._worker
-        blend = worker._blend
+        parts = worker._parts
 
-        def compute(order: Any, loads: Any) -> bool:
-            worker._pass(order, self._reuse(order, loads), worker.share).run(lambda _: None)
+        def compute(order: Any, loads: Any) -> Generator[float, None, bool]:
+            yield from worker._pass(order, self._reuse(order, loads), worker.share).parts(lambda _: None)
             return True
 
-        worker._blend = compute
+        worker._parts = compute
         try:
             yield
         finally:
-            worker._blend = blend
+            worker._parts = parts
 
     def _reuse(self, order: Any, loads: Any) -> Any:
         from lwkv.blend.segment_cache import lay_out
-        from lwkv.integrations.vllm.blending.worker.side import _prompt
+        from lwkv.integrations.vllm.blending.worker.side import _computed
 
         with_counts = [load.num_tokens - load.request.first for load in loads]
-        return lay_out(_prompt(order, order.end), loads, with_counts)
+        return lay_out(_computed(order), loads, with_counts)
 
     def compute(self, order: Any) -> Computing:
         """A blend whose loads are in place."""

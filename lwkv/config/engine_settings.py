@@ -19,6 +19,7 @@ ENGINE_SETTINGS = {
     "on_load_failure": VLLM,
     "prefetch_waiting": VLLM,
     "load_when": VLLM,
+    "blend_in_parts": VLLM,
     "blend_more_while_loading": VLLM,
     "blend_shared_prefix": VLLM,
     "on_flush": SGLANG,

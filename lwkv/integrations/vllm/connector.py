@@ -133,8 +133,12 @@ class LWKVConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         # Every worker names those whose blocks `request_finished` has kept; then vLLM frees them.
-        ended = set() if self._worker is None else self._worker.requests_ended()
-        return ended or None, None
+        if self._worker is None:
+            return None, None
+        blended = (
+            self._worker.blends_ended(finished_req_ids) if isinstance(self._worker, WorkerSide) else None
+        )
+        return self._worker.requests_ended() or None, blended or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.invalid_blocks()
@@ -179,7 +183,10 @@ class LWKVConnector(KVConnectorBase_V1):
         self.set_xfer_handshake_metadata(metadata)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.num_new_matched_tokens(request, num_computed_tokens), False
+        found = self._scheduler.num_new_matched_tokens(request, num_computed_tokens)
+        # Where a blend goes on beside the steps of others, its request waits as for one that comes from afar.
+        waits = isinstance(self._scheduler, SchedulerSide) and self._scheduler.waits_for_blend(request)
+        return found, bool(found) and waits
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
@@ -206,6 +213,8 @@ class LWKVConnector(KVConnectorBase_V1):
         return self._scheduler.finished(request, block_ids[0]), None
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(self._scheduler, SchedulerSide):
+            self._scheduler.blends_ended(connector_output.finished_recving or ())
         self._scheduler.learn_failed_blocks(connector_output.invalid_block_ids)
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if reports is not None:

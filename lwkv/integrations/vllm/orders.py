@@ -84,8 +84,9 @@ class StepOrders:
         is_timed: whether all ranks are to report, so that the scheduler learns how long the step took.
         fetches: begin with this step, and go on beside the steps after it.
         released: numbers of fetches whose chunks are not needed any more.
-        blends: prompts that are blended before the step's layers compute.
+        blends: prompts that are blended before the step's layers compute, or in this and later steps.
         encodes: segments that are computed alone before that, in blocks that the step's layers fill.
+        is_empty: whether no request has tokens in the step, so that what is done in it delays nobody.
     """
 
     step: int
@@ -98,6 +99,7 @@ class StepOrders:
     is_timed: bool = False
     blends: Sequence[BlendOrder] = field(default=())
     encodes: Sequence[EncodeOrder] = field(default=())
+    is_empty: bool = False
 
     @property
     def moves_anything(self) -> bool:

@@ -48,6 +48,11 @@ class Settings(Config):
         description="Recompute more tokens than blend_recompute_ratios says, as many as hide behind loads.",
     )
 
+    blend_in_parts: Flag = Field(
+        True,
+        description="Do a part of a blend in each step where others are running, so that they go on.",
+    )
+
     blend_shared_prefix: Annotated[
         str | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None,
         Allowed("text or whole numbers", "null, text, or a list of token ids"),

@@ -62,8 +62,12 @@ def test_two_ranks_that_compute_all_again_give_vllms_own_answer(asked: Asked, pl
     for order in ((0, 1, 2), (2, 0, 1)):
         one = Documents([parts[number] for number in order], prompt(306 + order[0], 33), [11, 12, 13, 14])
         assert_same(asked.ask([one]), plain.ask([one.ids]))
+    # Beside another one, which both ranks stop for behind the same layers.
+    beside = Documents([], prompt(309, 90), [])
+    one = Documents(parts[::-1], prompt(310, 33), [11, 12, 13, 14])
+    assert_same(asked.ask([beside, one, one], 16), plain.ask([beside.ids, one.ids, one.ids], 16))
     # Both ranks count.
-    assert asked.counted("requests") == 2 * 2
+    assert asked.counted("requests") == 2 * 4
     assert asked.counted("failures") == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from itertools import count
 from typing import Any
 
@@ -22,11 +23,11 @@ class UnequalRanks(LWKVConnector):
             self._fail(self._worker.engine, self._worker._blending)
 
     def _fail(self, engine: Any, blending: Any) -> None:
-        blend, loader = blending._blend, engine.connector.in_place
+        parts, loader = blending._parts, engine.connector.in_place
         load_layer, blends = loader.load_layer, count()
         is_failing = False
 
-        def fail_in_turn(order: BlendOrder, loads: Any) -> Any:
+        def fail_in_turn(order: BlendOrder, loads: Any) -> Generator[float, None, bool]:
             nonlocal is_failing
             number = next(blends) % 3
             if number == 0:
@@ -35,7 +36,7 @@ class UnequalRanks(LWKVConnector):
                 assert host.evict(host.evictable())
             is_failing = number == 1
             try:
-                return blend(order, loads)
+                return (yield from parts(order, loads))
             finally:
                 is_failing = False
 
@@ -44,4 +45,4 @@ class UnequalRanks(LWKVConnector):
                 raise RuntimeError("the device fails")
             load_layer(load, layer, *rest)
 
-        blending._blend, loader.load_layer = fail_in_turn, fail_at_layer_2
+        blending._parts, loader.load_layer = fail_in_turn, fail_at_layer_2

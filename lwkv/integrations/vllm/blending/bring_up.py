@@ -54,6 +54,7 @@ def make_planner(settings: Settings, vllm_config: Any, group: Any, parts: LookUp
         full_layers=full_layers(settings, num_layers) / num_layers if share else 0.0,
         share=share,
         asks=asks(settings),
+        in_parts=settings.blend_in_parts,
     )
     prefix = prefix_ids(settings, encode)
     find = PromptSegments(find_separator(settings, encode))

@@ -1,4 +1,4 @@
-"""What the scheduler's half has a worker blend and encode in one step."""
+"""What the scheduler's half has a worker blend and encode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lwkv.platforms.protocol import Int64s
 
 @dataclass(frozen=True, slots=True)
 class BlendOrder:
-    """One prompt whose first `end` tokens are to be in its blocks before the step's forward pass.
+    """One prompt whose first `end` tokens are to be in its blocks before the step's forward pass, or later.
 
     Attributes:
         tokens: int64 (tokens,), to the end of the last segment that is loaded, or of the question: both may
@@ -23,8 +23,10 @@ class BlendOrder:
         num_exact: leading tokens that are in place or cached as an ordinary prefill has stored them.
         segments: those of which at least one chunk is cached, ascending; what is in none of them is computed.
         question_slots: int64 (n,), of the tokens from `end` to the prompt's end. The step's forward pass
-            computes them, and overwrites what is there before. Empty where nobody asks, or the step does not
-            have all of them.
+            computes them, and overwrites what is there before; of a request that waits, the blend computes
+            them. Empty where nobody asks, or the step does not have all of them.
+        waiting: the request, where it is not in the step, and waits until the worker says that its blend has
+            ended: steps of others do a part of it each. None where it is in the step.
     """
 
     tokens: Int64s
@@ -34,6 +36,7 @@ class BlendOrder:
     num_exact: int
     segments: tuple[Segment, ...]
     question_slots: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    waiting: str | None = None
 
     @property
     def end(self) -> int:

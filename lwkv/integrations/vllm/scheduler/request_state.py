@@ -34,6 +34,7 @@ class RequestState:
         found: which of its chunks are cached.
         blocks: vLLM's blocks of it, as of the last step that it was in.
         to_load: tokens that its next step loads.
+        waited_for: tokens that came since its last step, while it waited.
         handled: leading tokens whose chunks are cached or were ordered to be stored.
         trusted: leading tokens of which no rank can have computed garbage.
         spoiled_from: tokens from here are garbage, or were computed on some; None for no such.
@@ -46,6 +47,7 @@ class RequestState:
     found: FoundChunks
     blocks: list[int] = field(default_factory=list)
     to_load: int = 0
+    waited_for: int = 0
     handled: int = 0
     trusted: int = 0
     spoiled_from: int | None = None
@@ -65,12 +67,20 @@ class RequestState:
         """vLLM's own, which grows as tokens are generated."""
         return self.chunks.request
 
-    def begin(self, blocks: Sequence[int], num_loaded: int) -> None:
-        """Begin to run in `blocks`, of which the next step loads `num_loaded` tokens."""
-        self.blocks, self.to_load = list(blocks), num_loaded
+    def begin(self, blocks: Sequence[int], num_loaded: int, waits: bool = False) -> None:
+        """Begin to run in `blocks`, of which the next step loads `num_loaded` tokens.
+
+        Or they come before it, while the request waits.
+        """
+        self.blocks, self.to_load = list(blocks), 0 if waits else num_loaded
         # What was ordered in an earlier run may be gone; what is cached now was looked up for this one.
         self.handled = self._computed = 0
         self._begun_with = self.found.num_local + num_loaded
+
+    def come_back(self, blocks: Sequence[int], before: int) -> None:
+        """Go on in `blocks` after waiting, with `before` tokens that were in place before that."""
+        self.blocks = list(blocks)
+        self.waited_for = max(int(self.request.num_computed_tokens) - before, 0)
 
     def load(self, computed: int) -> TokenRange:
         """What a step has to load, that begins with `computed` tokens in place, the loaded ones included."""

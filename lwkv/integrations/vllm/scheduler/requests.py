@@ -162,7 +162,8 @@ class Requests:
         if tracked is None:
             return ()
         in_place = computed + int(output.num_scheduled_tokens.get(request_id, 0))
-        begin = computed - tracked.to_load
+        waited_for, tracked.waited_for = tracked.waited_for, 0
+        begin = computed - tracked.to_load - waited_for
         written = tracked.blocks[begin // self._block_size : -(-in_place // self._block_size)]
         is_touched = self._stale.concern(-1 if anew else tracked.tested_after, written)
         if tracked.is_settled(computed, self._policy.end(tracked, in_place)) and not is_touched:

@@ -13,7 +13,8 @@ class ScheduledRequest:
     """What a step does for a request.
 
     Attributes:
-        begin, computed, in_place: tokens in place before the step, with those that it loads, and after it.
+        begin, computed, in_place: tokens in place before the step, with those that it loads or that came
+            while the request waited, and after it.
         blocks: gives vLLM's blocks of the request in this step.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -127,21 +127,38 @@ class SchedulerSide:
         tracked.blended_from = self.blending.blended_from(request)
         return None if blended is None else max(hit, blended)
 
+    def waits_for_blend(self, request: Any) -> bool:
+        """Whether the tokens that can be loaded come while the request waits, beside the steps of others."""
+        return self.blending is not None and self.blending.waits_for_blend(request)
+
+    def blends_ended(self, requests: Collection[str]) -> None:
+        """Learn of requests that wait for a blend no longer."""
+        if self.blending is not None:
+            self.blending.blends_ended(requests)
+
     def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
-        """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it."""
+        """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it.
+
+        Or it has got them for a blend that it waits for; then it gets more when it is in a step.
+        """
         if not is_cacheable(request):
             return
         tracked = self._follow(request)
+        before = None if self.blending is None else self.blending.comes_back(request)
+        if before is not None:
+            tracked.come_back(blocks, before)
+            self._requests.wake(tracked)
+            return
         names: list[Hashable] = [request.request_id, segments_of(request.request_id)]
         self._begun += [name for name in names if name in self.waiting]
         if request.request_id in self.waiting or tracked.choice is not None:
             # What lower tiers did not bring in time is computed, and is to be in host memory from then on.
             tracked.found.forget_lower_tiers(num_loaded)
-        if self.blending is not None and self.blending.allocated(request, num_loaded):
+        if self.blending is not None and self.blending.allocated(request, blocks, num_loaded):
             tracked.choice = None
         else:
             self._step_costs.note_load(tracked, num_loaded)
-        tracked.begin(blocks, num_loaded)
+        tracked.begin(blocks, num_loaded, waits=self.waits_for_blend(request))
         self._requests.wake(tracked)
 
     def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
@@ -154,6 +171,10 @@ class SchedulerSide:
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """Whether `blocks`, of a request that has ended, must stay until a step has stored the rest of it."""
         self._requests.finish(request.request_id)
+        if self.blending is not None:
+            self.blending.stops(request.request_id)
+            if self.blending.is_waiting(request):
+                return False  # nothing was computed; vLLM keeps its blocks until the blend has ended
         tracked = self._requests.find(request.request_id)
         return tracked is not None and tracked.request is request and self._stores.keeps(tracked, blocks)
 
@@ -174,9 +195,13 @@ class SchedulerSide:
             self._requests.let_sleep(item.tracked, item.in_place)
         fetches, released = self._fetches()
         step, acknowledged = self._steps.current, self._steps.acknowledged
-        is_timed = self._step_costs.begin(step, output, measures=not (blends or encodes))
+        blending = blends or encodes or (self.blending is not None and self.blending.is_under_way)
+        is_timed = self._step_costs.begin(step, output, measures=not blending)
         moves, extra = (loads, [*rests, *stores]), (blends, encodes)
-        return StepOrders(step, acknowledged, *moves, ended, fetches, released, is_timed, *extra)
+        is_empty = not output.num_scheduled_tokens
+        return StepOrders(
+            step, acknowledged, *moves, ended, fetches, released, is_timed, *extra, is_empty=is_empty
+        )
 
     def learn(self, reports: StepReports) -> None:
         """Take over what the ranks report of a step."""
@@ -248,6 +273,8 @@ class SchedulerSide:
         if self.blending is None:
             return blends, encodes
         self.blending.begin_step(output)
+        if (begun := self.blending.take_begun()) is not None:
+            self._begin_blend(*begun, blends, encodes)
         for item in scheduled:
             tracked, first = item.tracked, item.computed
             if not self.blending.has_segments(tracked.request):
@@ -257,11 +284,29 @@ class SchedulerSide:
                 blends.append(blend)
                 first = tracked.load(item.computed).first
                 self._steps.last_load = self._steps.current
-            if self._role.stores:
-                size = self._block_size
-                unread = item.blocks()[-(-first // size) : -(-item.in_place // size)]
-                encodes += self.blending.encode(tracked.request, tracked.chunks.salts, unread)
+            encodes += self._encodes(tracked, item.blocks(), first, item.in_place)
         return blends, encodes
+
+    def _begin_blend(
+        self, request: Any, blocks: Sequence[int], blends: list[BlendOrder], encodes: list[EncodeOrder]
+    ) -> None:
+        """Order the blend of a request that waits for it, and what is encoded in its blocks before."""
+        assert self.blending is not None
+        tracked = self._follow(request)
+        blend = self.blending.blend(request, tracked.chunks.salts, blocks)
+        if blend is not None:
+            blends.append(blend)
+            encodes += self._encodes(tracked, blocks, blend.num_local, blend.end)
+
+    def _encodes(
+        self, tracked: RequestState, blocks: Sequence[int], first: int, end: int
+    ) -> list[EncodeOrder]:
+        """What a step encodes in a request's blocks, whose tokens [first, end) are not there yet."""
+        if self.blending is None or not self._role.stores:
+            return []
+        size = self._block_size
+        unread = blocks[-(-first // size) : -(-end // size)]
+        return self.blending.encode(tracked.request, tracked.chunks.salts, unread)
 
     def _loads(self, scheduled: Sequence[ScheduledRequest]) -> list[Move]:
         loads = [

@@ -105,7 +105,7 @@ class WorkerSide:
         self._invalid = set()
         self._is_waited_for = False
         if self._blending is not None:
-            self._blending.begin_step(orders.blends, orders.encodes)
+            self._blending.begin_step(orders.blends, orders.encodes, orders.is_empty)
         self._fetch(orders)
         for move in (*orders.loads, *orders.stores):
             self._take_over_keys(move)
@@ -179,6 +179,10 @@ class WorkerSide:
                 for move in self._orders.stores:
                     self._reporter.accepted(self._keys(move)[move.first // size :])
 
+    def blends_ended(self, requests: Collection[str]) -> set[str]:
+        """Requests that wait no longer for a blend; those of `requests` have ended themselves."""
+        return set() if self._blending is None else self._blending.ended(requests)
+
     def requests_ended(self) -> set[str]:
         """Requests that have ended whose blocks others may write to from now on; each is given out once."""
         ended, self._requests_ended = self._requests_ended, set()
@@ -198,6 +202,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Give everything back."""
+        if self._blending is not None:
+            self._blending.close()
         self._prefetches.close()
         self.engine.close()
 
@@ -248,10 +254,11 @@ class WorkerSide:
                 self._fail(move, missing)
 
     def _end_blends(self) -> None:
-        invalid = set() if self._blending is None else self._blending.invalid_blocks()
-        if invalid:
+        if self._blending is None:
+            return
+        if invalid := self._blending.invalid_blocks():
             self._failed_step = self._orders.step
-            self._invalid |= invalid
+        self._invalid |= invalid | self._blending.lost_blocks()
 
     def _fail(self, move: Move, missing: Int64s) -> None:
         """Have the tokens at `missing` computed again, and their chunks forgotten."""

@@ -10,6 +10,7 @@ from oracle import held_completions, require_rest
 from lwkv.integrations.host_memory import MEMORY_S
 from lwkv.integrations.vllm.blending.orders import BlendOrder
 from lwkv.integrations.vllm.orders import Move, StepOrders, packed
+from lwkv.integrations.vllm.reports import RankReport
 from lwkv.keys import chunk_keys
 from lwkv.pipeline import prompt_keys
 
@@ -38,14 +39,14 @@ def test_keys_of_another_namespace_or_number_are_not_taken_over() -> None:
     rank.worker.close()
 
 
-def run(rank: RankOfModel, orders: StepOrders) -> None:
+def run(rank: RankOfModel, orders: StepOrders) -> RankReport | None:
     rank.worker.begin(orders)
     rank.worker.start_load()
     for layer in range(LAYERS):
         rank.worker.wait_for_layer(f"layers.{layer}")
         rank.worker.save_layer(f"layers.{layer}")
     rank.worker.end()
-    rank.worker.report()
+    return rank.worker.report()
 
 
 def test_a_look_up_does_not_wait_for_chunks_that_are_being_stored() -> None:
@@ -80,13 +81,21 @@ class FailingBlends:
 
     is_running = False
 
-    def begin_step(self, blends: object, encodes: object) -> None:
+    def __init__(self, waits: bool) -> None:
+        self._waits = waits
+
+    def begin_step(self, blends: object, encodes: object, is_alone: bool) -> None:
         self._has_any = bool(blends)
 
     def blend(self, on_their_way: object) -> None: ...
 
     def invalid_blocks(self) -> set[int]:
-        return {2} if self._has_any else set()
+        return {2} if self._has_any and not self._waits else set()
+
+    def lost_blocks(self) -> set[int]:
+        return {2} if self._has_any and self._waits else set()
+
+    def close(self) -> None: ...
 
     def take_keys(self) -> tuple[list[object], list[object]]:
         return [], []
@@ -96,7 +105,7 @@ class FailingBlends:
 def test_nothing_that_was_computed_beside_a_blend_that_failed_is_stored(asks: bool) -> None:
     """Its exact prefix may be the one of another request, whose KV then rests on what never came."""
     rank = RankOfModel(0, 1, 16, 8, {})
-    blending: Any = FailingBlends()
+    blending: Any = FailingBlends(waits=False)
     rank.worker._blending = blending
     order = BlendOrder(np.arange(8), (), np.arange(8), 0, 4, ())
     for step, acknowledged, blends in ((1, 0, [order]), (2, 0, []), (3, 1, [])):
@@ -112,6 +121,19 @@ def test_nothing_that_was_computed_beside_a_blend_that_failed_is_stored(asks: bo
         assert report is not None
         # The second step was ordered before the scheduler heard of it.
         assert (report.step, report.stored, bool(report.kept)) == (step, step == 3, step == 3)
+    rank.worker.close()
+
+
+def test_what_is_computed_beside_a_waiting_prompt_whose_blend_failed_is_stored() -> None:
+    """Nobody has computed anything on its blocks."""
+    rank = RankOfModel(0, 1, 16, 8, {})
+    blending: Any = FailingBlends(waits=True)
+    rank.worker._blending = blending
+    order = BlendOrder(np.arange(8), (), np.arange(8), 0, 4, ())
+    report = run(rank, StepOrders(1, 0, [], [move([])], blends=[order]))
+    assert rank.worker.invalid_blocks() == {2}
+    assert report is not None
+    assert (report.step, report.stored, bool(report.kept)) == (1, True, True)
     rank.worker.close()
 
 

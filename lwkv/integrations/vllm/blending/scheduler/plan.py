@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lwkv.blend.request import Segment
 
@@ -19,6 +19,7 @@ class BlendSizes:
         full_layers: the part of the model's layers in which all rows are computed.
         share: of the reused tokens, the part that is computed in the others.
         asks: whether the selector needs the tokens behind the blend, too.
+        in_parts: whether blends beside running requests are done in parts.
     """
 
     block_size: int
@@ -28,6 +29,7 @@ class BlendSizes:
     full_layers: float
     share: float
     asks: bool = False
+    in_parts: bool = False
 
     def rows(self, reused: int, always: int) -> float:
         """Rows that a blend computes, as so many in every layer."""
@@ -37,12 +39,24 @@ class BlendSizes:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Tokens [num_local, end) that a step brings to a request's blocks, of which [num_local, num_exact) are
-    loaded as an ordinary prefill has stored them."""
+    loaded as an ordinary prefill has stored them.
+
+    Attributes:
+        waits: whether the request waits while steps of others do a part of it each.
+        question: tokens behind `end` that it computes, too.
+    """
 
     num_local: int
     num_exact: int
     end: int
     segments: tuple[Segment, ...]
+    waits: bool = False
+    question: int = 0
+
+    @property
+    def claimed(self) -> int:
+        """Tokens that are in place when it has ended, less those that were before."""
+        return self.end + self.question - self.num_local
 
 
 def make_plan(
@@ -75,3 +89,14 @@ def make_plan(
         reused += last - first
         best = Plan(num_local, num_exact, end, tuple(found))
     return best
+
+
+def beside_others(sizes: BlendSizes, plan: Plan, num_tokens: int) -> Plan:
+    """The same for a request of `num_tokens` that waits while its blend is done in parts.
+
+    Its question, which a selector may need, comes along: vLLM has given blocks to no tokens behind the blend.
+    """
+    question = num_tokens - plan.end if sizes.asks and plan.segments[-1].end < num_tokens else 0
+    reused = sum(min(part.end, plan.end) - max(part.start, plan.num_exact) for part in plan.segments)
+    rows = sizes.rows(reused, plan.end + question - plan.num_exact - reused)
+    return replace(plan, waits=True, question=question if rows <= sizes.most_rows else 0)

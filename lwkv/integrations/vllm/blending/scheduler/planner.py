@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.scheduler.block_hashes import can_be_salted, salt
 from lwkv.integrations.vllm.blending.scheduler.encodes import Encodes, slots_of
-from lwkv.integrations.vllm.blending.scheduler.plan import BlendSizes, Plan, make_plan
+from lwkv.integrations.vllm.blending.scheduler.plan import BlendSizes, Plan, beside_others, make_plan
 from lwkv.integrations.vllm.blending.scheduler.prompt_chunks import PromptChunks
 from lwkv.integrations.vllm.blending.scheduler.prompt_segments import PromptSegments
 from lwkv.integrations.vllm.blending.scheduler.segment_tiers import SegmentTiers
@@ -35,6 +35,8 @@ class Prompt:
         plan: what was promised, and is not yet ordered.
         waits_since: when it began to wait for tokens that another request computes; None for not.
         is_given_up: whether it has waited too long for them.
+        under_way: what steps of others bring while it waits; None for nothing.
+        has_failed: whether such a one has brought nothing.
     """
 
     request: Any
@@ -43,6 +45,8 @@ class Prompt:
     plan: Plan | None = None
     waits_since: float | None = None
     is_given_up: bool = False
+    under_way: Plan | None = None
+    has_failed: bool = False
 
 
 class BlendPlanner:
@@ -51,6 +55,9 @@ class BlendPlanner:
     A prompt is blended up to the last block that a cached segment fills. A step blends one prompt, and no
     more of it than computes as many rows as a step may have tokens; it encodes as many on top, in blocks
     that the step's forward pass fills afterwards.
+
+    Where others are running, their steps do a part of the blend each, and its request waits, with the blocks
+    that it fills. There is one such blend at a time.
 
     What is in lower tiers is brought to host memory first, while the prompt waits to be scheduled.
 
@@ -79,6 +86,8 @@ class BlendPlanner:
         self._looked_at: dict[str, Any] = {}
         self._settled = SettledBlocks(sizes.block_size)
         self._is_taken = False
+        self._begun: tuple[Any, Sequence[int]] | None = None
+        self._waiting: str | None = None
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -135,24 +144,31 @@ class BlendPlanner:
         if prompt is None:
             return 0
         prompt.plan = None
+        # vLLM asks again where nothing is left of what it waited for.
+        prompt.has_failed |= prompt.under_way is not None
+        prompt.under_way = None
+        if prompt.has_failed:
+            return 0
         if self._awaits_tiers(prompt, num_local, num_exact):
             return None
         plan = self._plan(prompt, num_local, num_exact)
         if plan is None:
             return 0
-        if self._is_taken:
+        if self._is_taken or self._waiting is not None:
             return None
         if not self._settled.has(request, num_local):
             return None if self._awaits_blocks(prompt) else 0
+        if self._sizes.in_parts and self._settled.has_others(request.request_id):
+            plan = beside_others(self._sizes, plan, request.num_tokens)
         salt(request, num_exact // self._sizes.block_size)
         blended_from = (
             plan.num_exact if prompt.blended_from is None else min(prompt.blended_from, plan.num_exact)
         )
         prompt.blended_from, prompt.plan = blended_from, plan
-        return plan.end - num_local
+        return plan.claimed
 
-    def allocated(self, request: Any, num_loaded: int) -> bool:
-        """Whether the `num_loaded` tokens that a request is in the next step with are those of a blend."""
+    def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> bool:
+        """Whether the `num_loaded` tokens that a request has got `blocks` for are those of a blend."""
         self._settled.note(request.request_id, 0)
         prompt = self._of(request)
         if prompt is None:
@@ -164,11 +180,55 @@ class BlendPlanner:
         plan = prompt.plan
         if plan is None:
             return False
-        if num_loaded != plan.end - plan.num_local:  # vLLM took none of them
+        if num_loaded != plan.claimed:  # vLLM took none of them
             prompt.plan = None
             return False
         self._is_taken = True
+        if plan.waits:
+            # It computes nothing itself, and vLLM gives none of its blocks to others.
+            self._settled.wait(request.request_id)
+            prompt.under_way = plan
+            self._begun, self._waiting = (request, list(blocks)), request.request_id
         return True
+
+    def waits_for_blend(self, request: Any) -> bool:
+        """Whether what was claimed for a request comes while it waits."""
+        prompt = self._of(request)
+        return prompt is not None and prompt.plan is not None and prompt.plan.waits
+
+    def is_waiting(self, request: Any) -> bool:
+        """Whether a request has got blocks for a blend that it waits for, and was not in a step since."""
+        prompt = self._of(request)
+        return prompt is not None and prompt.under_way is not None
+
+    def comes_back(self, request: Any) -> int | None:
+        """Of a request that has waited for its blend and now gets blocks for a step, the tokens that were in
+        place before; said once. None for others."""
+        prompt = self._of(request)
+        if prompt is None or prompt.under_way is None:
+            return None
+        before, prompt.under_way = prompt.under_way.num_local, None
+        self._settled.note(request.request_id, 0)
+        return before
+
+    def take_begun(self) -> tuple[Any, Sequence[int]] | None:
+        """The request whose blend begins in this step while it waits, and its blocks; None for none."""
+        begun, self._begun = self._begun, None
+        return begun
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether steps do parts of a blend."""
+        return self._waiting is not None
+
+    def blends_ended(self, requests: Collection[str]) -> None:
+        """Learn of requests that wait no longer: all ranks have done with their blocks."""
+        if self._waiting in requests:
+            self._waiting = None
+
+    def stops(self, request_id: str) -> None:
+        """Learn of a request that has ended, before the next step says so."""
+        self._settled.wait(request_id)
 
     def begin_step(self, output: Any) -> None:
         """Go on to the step of vLLM's scheduler output, whose orders are asked for from here on."""
@@ -187,17 +247,18 @@ class BlendPlanner:
         # Keys of chunks need all of their tokens.
         last = max([plan.num_exact + -plan.num_exact % chunk, *(part.end + 1 for part in plan.segments)])
         slots = slots_of(blocks, size)
-        question = self._question(slots, plan.end, request.num_tokens)
+        question = self._question(slots, plan, request.num_tokens)
         tokens = np.array(request.all_token_ids[: max(last, plan.end + len(question))], np.int64)
-        return BlendOrder(
-            *(tokens, salts, slots[: plan.end], plan.num_local, plan.num_exact, plan.segments, question)
-        )
+        places = slots[: plan.end], plan.num_local, plan.num_exact, plan.segments, question
+        return BlendOrder(tokens, salts, *places, request.request_id if plan.waits else None)
 
-    def _question(self, slots: Int64s, end: int, num_tokens: int) -> Int64s:
+    def _question(self, slots: Int64s, plan: Plan, num_tokens: int) -> Int64s:
         """The slots of all tokens behind a blend; none where nobody asks, or the step lacks some of them."""
-        sizes = self._sizes
-        is_asked = sizes.asks and num_tokens <= len(slots) and num_tokens - end <= sizes.most_rows
-        return slots[end:num_tokens] if is_asked else slots[:0]
+        sizes, num_behind = self._sizes, num_tokens - plan.end
+        is_asked = sizes.asks and num_tokens <= len(slots) and num_behind <= sizes.most_rows
+        if plan.waits:
+            is_asked = plan.question > 0
+        return slots[plan.end : num_tokens] if is_asked else slots[:0]
 
     def encode(self, request: Any, salts: tuple[str, ...], blocks: Sequence[int]) -> list[EncodeOrder]:
         """Orders for segments of a request that are not cached.

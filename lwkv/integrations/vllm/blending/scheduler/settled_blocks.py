@@ -63,6 +63,10 @@ class SettledBlocks:
         self._in_place.pop(request_id, None)
         self._prefilling.discard(request_id)
 
+    def has_others(self, request_id: str) -> bool:
+        """Whether other requests than this one are running, or begin to."""
+        return len(self._in_place) > (request_id in self._in_place)
+
     def forget(self) -> None:
         """Take nothing of any running request for computed until it is noted again."""
         self._in_place = dict.fromkeys(self._in_place, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,18 +38,18 @@ def ask(
     question: Question,
     selector: ByAttention,
     wait: Callable[[int], None],
-) -> tuple[Tensor, int]:
-    """What the question pays to each of the prompt's tokens, and the rows computed for it, over the layers.
+) -> Generator[int, None, Tensor]:
+    """What the question pays to each of the prompt's tokens; gives the rows computed for it, layer by layer.
 
     The rows that are computed in any case are computed over what is reused, and are in the cache behind it.
 
     Args:
-        reuse: of the prompt in front of the question's rows.
+        reuse: of the prompt, which has the question's rows, too, or ends in front of them.
         wait: as in `BlendPass.run`.
 
     Returns: float32 (tokens,), on the device.
     """
-    positions = np.concatenate([reuse.always, np.arange(len(reuse.prompt), len(question.tokens))])
+    positions = asking_rows(reuse, question)
     num_asking = min(int((positions >= question.first).sum()), MOST_ASKING)
     there = cache.send(positions[-num_asking:])
     whole = cache.at(cache.send(question.slots))
@@ -59,8 +59,14 @@ def ask(
         wait(layer)
         if layer < selector.first_layer:
             states = layers.run(layer, calls, states)
-            continue
-        seen = layers.run_seen(layer, calls, states)
-        states = seen.states
-        paid = paid + attention_paid(seen.q[-num_asking:], cache.read(layer, whole)[0], there)
-    return paid, len(positions) * (selector.layer + 1)
+        else:
+            seen = layers.run_seen(layer, calls, states)
+            states = seen.states
+            paid = paid + attention_paid(seen.q[-num_asking:], cache.read(layer, whole)[0], there)
+        yield len(positions)
+    return paid
+
+
+def asking_rows(reuse: PromptReuse, question: Question) -> Int64s:
+    """The positions that are computed before any are chosen, int64 (rows,), ascending."""
+    return np.concatenate([reuse.always, np.arange(len(reuse.prompt), len(question.tokens))])

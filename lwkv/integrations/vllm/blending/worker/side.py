@@ -1,10 +1,12 @@
-"""A worker's half of blending: carries a step's orders out before vLLM's forward pass."""
+"""A worker's half of blending: carries orders out before vLLM's forward pass, or beside several of them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,15 +24,34 @@ from lwkv.integrations.vllm.blending.worker.question import Question
 from lwkv.integrations.vllm.blending.worker.ranks import Ranks
 from lwkv.integrations.vllm.blending.worker.share import ControlledShare, TimedBlend
 from lwkv.keys import ChunkKey
+from lwkv.platforms.protocol import Int64s
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.transfer import NO_SLOT
 
 log = logging.getLogger(__name__)
 
+PART = 0.25
+"""Of a blend, what a step does beside other requests: less than a prefill of as many rows would add to it."""
+
+
+@dataclass(slots=True, eq=False)
+class Blend:
+    """An order that is being carried out.
+
+    Attributes:
+        parts: gives the part of the whole that each layer was, and at last whether all has arrived.
+    """
+
+    order: BlendOrder
+    parts: Generator[float, None, bool]
+
 
 class BlendWorker:
     """Encodes segments and blends prompts on one engine's caches. For the thread that runs the forward pass.
+
+    A blend that the step's own requests are not to wait for is done in parts, one in each step: what has been
+    computed stays in the device's memory between these. Its request has its blocks until the end is reported.
 
     Args:
         segments: of the engine.
@@ -66,13 +87,26 @@ class BlendWorker:
         self.is_running = False
         self._blends: Sequence[BlendOrder] = ()
         self._encodes: Sequence[EncodeOrder] = ()
+        self._is_alone = False
+        self._ordered: list[BlendOrder] = []
+        self._unfinished: list[Blend] = []
+        self._ended: set[str] = set()
         self._invalid: set[int] = set()
+        self._lost_blocks: set[int] = set()
         self._stored: list[ChunkKey] = []
         self._lost: list[ChunkKey] = []
 
-    def begin_step(self, blends: Sequence[BlendOrder], encodes: Sequence[EncodeOrder]) -> None:
-        """Take the orders of a step, and forget those of the one before."""
-        self._blends, self._encodes = blends, encodes
+    def begin_step(
+        self, blends: Sequence[BlendOrder], encodes: Sequence[EncodeOrder], is_alone: bool = False
+    ) -> None:
+        """Take the orders of a step, and forget those of the one before.
+
+        Args:
+            is_alone: whether vLLM computes nothing in the step, so that blends delay nobody.
+        """
+        self._blends = [order for order in blends if order.waiting is None]
+        self._ordered += [order for order in blends if order.waiting is not None]
+        self._encodes, self._is_alone = encodes, is_alone
         self._invalid = set()
 
     def invalid_blocks(self) -> set[int]:
@@ -81,6 +115,33 @@ class BlendWorker:
         for order in blends:
             self._fail(order)
         return self._invalid
+
+    def lost_blocks(self) -> set[int]:
+        """Those of waiting prompts since the last call: nobody has computed anything on them."""
+        lost, self._lost_blocks = self._lost_blocks, set()
+        return lost
+
+    def ended(self, requests: Collection[str]) -> set[str]:
+        """Waiting requests whose blends have ended since the last call: nothing writes to their blocks.
+
+        Args:
+            requests: that have ended; their blends are given up, and count as ended.
+        """
+        for blend in [blend for blend in self._unfinished if blend.order.waiting in requests]:
+            blend.parts.close()
+            self._unfinished.remove(blend)
+            self._note_end(blend.order)
+        for order in [order for order in self._ordered if order.waiting in requests]:
+            self._ordered.remove(order)
+            self._note_end(order)
+        ended, self._ended = self._ended, set()
+        return ended
+
+    def close(self) -> None:
+        """Give up what is not finished."""
+        for blend in self._unfinished:
+            blend.parts.close()
+        self._unfinished.clear()
 
     def take_keys(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """Chunks that were stored, and chunks that could not be loaded, since the last call."""
@@ -105,27 +166,49 @@ class BlendWorker:
                     log.exception("a segment cannot be encoded: it is computed with each prompt")
 
     def blend(self, on_their_way: Collection[ChunkKey]) -> None:
-        """Fill the blocks of the step's prompts, once, or report them as invalid.
+        """Fill the blocks of the step's prompts, once, or report them as invalid; and go on with others.
 
         Args:
             on_their_way: chunks whose bytes may not have arrived in host memory yet.
         """
         blends, self._blends = self._blends, ()
         for order in blends:
-            loads = self._loads(order)
-            if any(not set(on_their_way).isdisjoint(load.keys) for load in loads):
-                parts = self._segments.engine.parts()
-                parts.completions.wait_idle(parts.config.load_timeout_s)
-            with self._calling():
-                try:
-                    arrived = self._blend(order, loads)
-                except DEVICE_FAILURES:
-                    if self._ranks.are_several:
-                        raise  # others are within a layer, and wait: as in vLLM's own pass
-                    log.exception("a prompt cannot be blended")
-                    arrived = False
-            if not arrived:
-                self._fail(order)
+            self._go_on(self._begin(order, on_their_way), math.inf)
+        ordered, self._ordered = self._ordered, []
+        self._unfinished += [self._begin(order, on_their_way) for order in ordered]
+        most = math.inf if self._is_alone else PART
+        while self._unfinished and self._go_on(self._unfinished[0], most):
+            self._note_end(self._unfinished.pop(0).order)
+
+    def _begin(self, order: BlendOrder, on_their_way: Collection[ChunkKey]) -> Blend:
+        loads = self._loads(order)
+        if any(not set(on_their_way).isdisjoint(load.keys) for load in loads):
+            parts = self._segments.engine.parts()
+            parts.completions.wait_idle(parts.config.load_timeout_s)
+        return Blend(order, self._parts(order, loads))
+
+    def _go_on(self, blend: Blend, most: float) -> bool:
+        """Do a part of a blend, `most` and up to a layer more; whether it has ended."""
+        done = 0.0
+        with self._calling():
+            try:
+                while done < most:
+                    done += next(blend.parts)
+                return False
+            except StopIteration as end:
+                arrived = end.value
+            except DEVICE_FAILURES:
+                if self._ranks.are_several:
+                    raise  # others are within a layer, and wait: as in vLLM's own pass
+                log.exception("a prompt cannot be blended")
+                arrived = False
+        if not arrived:
+            self._fail(blend.order)
+        return True
+
+    def _note_end(self, order: BlendOrder) -> None:
+        assert order.waiting is not None
+        self._ended.add(order.waiting)
 
     def _encode(self, order: EncodeOrder) -> None:
         prefix = np.array(self._segments.shared_prefix, np.int64)
@@ -144,19 +227,21 @@ class BlendWorker:
         self._counters.add("blend_segments_encoded")
         self._counters.add("blend_tokens_encoded", len(order.tokens))
 
-    def _blend(self, order: BlendOrder, loads: Sequence[SegmentLoad]) -> bool:
+    def _parts(self, order: BlendOrder, loads: Sequence[SegmentLoad]) -> Generator[float, None, bool]:
         """Whether all that was promised has arrived: else what was computed may rest on garbage."""
-        prompt = _prompt(order, order.end)
+        prompt = _computed(order)
         # No step waits for a tier below because of a segment, which was brought from there if it was in time.
         segments = range(len(loads) - len(order.segments), len(loads))
         with closing(self._segments.retrieval(loads, in_host=segments)) as retrieval:
             # A rank that lacks a chunk computes its tokens, and so do the others.
             reuse = lay_out(prompt, loads, self._ranks.least(retrieval.hold()))
-            chosen = self._choose_share(reuse)
+            chosen = self._choose_share(order, reuse)
             computation = self._pass(order, reuse, self.share if chosen is None else chosen.share)
             promised = retrieval.open()
             # A layer is waited for when the one behind it is queued.
-            computed = self._run(computation, chosen, lambda layer: retrieval.advance(layer + 1))
+            computed = yield from self._compute(
+                computation, chosen, lambda layer: retrieval.advance(layer + 1)
+            )
             masks = retrieval.finish()
         lost = [int(mask.sum()) < count for mask, count in zip(masks, promised, strict=True)]
         for load, mask, is_lost in zip(loads, masks, lost, strict=True):
@@ -170,15 +255,18 @@ class BlendWorker:
         self._count(order, reuse, computed)
         return True
 
-    def _choose_share(self, reuse: PromptReuse) -> TimedBlend | None:
-        if self.controlled is None or not len(reuse.candidates):
+    def _choose_share(self, order: BlendOrder, reuse: PromptReuse) -> TimedBlend | None:
+        """None for the configured one: what is computed beside others delays them, also while loads come."""
+        if self.controlled is None or not len(reuse.candidates) or order.waiting is not None:
             return None
         return self.controlled.choose(reuse, self.share)
 
-    def _run(self, computation: BlendPass, chosen: TimedBlend | None, wait: Wait) -> Computed:
+    def _compute(
+        self, computation: BlendPass, chosen: TimedBlend | None, wait: Wait
+    ) -> Generator[float, None, Computed]:
         if self.controlled is None or chosen is None:
-            return computation.run(wait)
-        computed = computation.run(self.controlled.timed(chosen, wait))
+            return (yield from computation.parts(wait))
+        computed = yield from computation.parts(self.controlled.timed(chosen, wait))
         chosen.pace.end()
         return computed
 
@@ -209,8 +297,9 @@ class BlendWorker:
         self._lost += [load.keys[chunk] for chunk in chunks if chunk < len(load.keys)]
 
     def _fail(self, order: BlendOrder) -> None:
-        slots = order.slots[order.num_local :]
-        self._invalid.update((slots // self._block_size).tolist())
+        slots = _computed(order).slots[order.num_local :]
+        invalid = self._invalid if order.waiting is None else self._lost_blocks
+        invalid.update((slots // self._block_size).tolist())
         self._counters.add("blend_tokens_lost", len(slots))
         self._counters.add("blend_failures")
         self._throttle.warn(
@@ -236,11 +325,22 @@ class BlendWorker:
 def question_of(order: BlendOrder) -> Question | None:
     """The question of a prompt, which is what stands behind its last segment; None where it is not there."""
     num_tokens = order.end + len(order.question_slots)
-    first = max(order.end, order.segments[-1].end)
+    first = order.segments[-1].end
     if first >= num_tokens:
         return None
-    slots = np.concatenate([order.slots, order.question_slots])
-    return Question(order.tokens[:num_tokens], slots, first)
+    return Question(order.tokens[:num_tokens], _with_question(order), first)
+
+
+def _computed(order: BlendOrder) -> CheckedBlend:
+    """The tokens that are in place when a blend has ended."""
+    if order.waiting is None:
+        return _prompt(order, order.end)
+    slots = _with_question(order)
+    return CheckedBlend(order.tokens[: len(slots)], slots, order.segments, order.num_local, order.salts)
+
+
+def _with_question(order: BlendOrder) -> Int64s:
+    return np.concatenate([order.slots, order.question_slots])
 
 
 def _prompt(order: BlendOrder, num_tokens: int) -> CheckedBlend:

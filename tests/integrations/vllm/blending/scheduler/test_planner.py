@@ -20,6 +20,8 @@ from integrations.vllm.blending.planner_bench import (
 )
 
 from lwkv.integrations.vllm.blending.scheduler.encodes import slots_of
+from lwkv.integrations.vllm.blending.scheduler.plan import BlendSizes
+from lwkv.integrations.vllm.blending.worker.side import question_of
 
 
 def test_a_prompt_is_blended_up_to_the_last_block_that_a_cached_segment_fills() -> None:
@@ -29,7 +31,7 @@ def test_a_prompt_is_blended_up_to_the_last_block_that_a_cached_segment_fills() 
     bench.cache(one, *SEGMENTS)
     assert bench.planner.claim(one, 0, 0) == 40
     assert bench.planner.claim(one, 8, 12) == 32
-    assert bench.planner.allocated(one, 32)
+    assert bench.planner.allocated(one, [], 32)
     order = bench.planner.blend(one, (), [9, 8, 7, 6, 5, 4, 3, 2, 1, 10, 11])
     assert order is not None
     assert (order.num_local, order.num_exact, order.end, order.segments) == (8, 12, 40, SEGMENTS)
@@ -44,7 +46,7 @@ def test_a_question_comes_along_where_a_selector_asks_and_the_step_has_all_of_it
         bench = Bench(replace(SIZES, asks=asks))
         one = bench.follow(FakeRequest())
         bench.cache(one, *SEGMENTS)
-        assert bench.planner.allocated(one, bench.planner.claim(one, 8, 12) or 0)
+        assert bench.planner.allocated(one, blocks[:num_blocks], bench.planner.claim(one, 8, 12) or 0)
         order = bench.planner.blend(one, (), blocks[:num_blocks])
         assert order is not None
         assert order.question_slots.tolist() == slots_of(blocks, BLOCK)[40 : 40 + wanted].tolist()
@@ -107,18 +109,139 @@ def test_a_step_blends_one_prompt_and_the_other_one_waits() -> None:
     bench.cache(one, *SEGMENTS)
     assert bench.planner.claim(one, 0, 0) == 40
     assert bench.planner.claim(two, 0, 0) == 40  # the first one did not get its blocks
-    assert bench.planner.allocated(two, 40)
+    assert bench.planner.allocated(two, [], 40)
     assert bench.planner.claim(one, 0, 0) is None
     bench.step()
     assert bench.planner.blend(one, (), []) is None
     assert bench.planner.claim(one, 0, 0) == 40
 
 
+BLOCKS = [9, 8, 7, 6, 5, 4, 3, 2, 1, 10, 11, 12, 13, 14, 15]
+IN_PARTS = replace(SIZES, in_parts=True)
+
+
+def beside_another(sizes: BlendSizes = IN_PARTS) -> tuple[Bench, FakeRequest]:
+    """A prompt whose segments are cached, while another request is running."""
+    bench = Bench(sizes)
+    other = bench.follow(FakeRequest("other", list(range(160, 220)), segments=()))
+    assert not bench.planner.allocated(other, [], 0)
+    bench.step(other=60)
+    one = bench.follow(FakeRequest())
+    bench.cache(one, *SEGMENTS)
+    return bench, one
+
+
+def test_beside_another_request_a_blend_is_done_in_parts_while_its_prompt_waits() -> None:
+    bench, one = beside_another()
+    two = bench.follow(FakeRequest("two"))
+    assert bench.planner.claim(one, 8, 12) == 32
+    assert bench.planner.waits_for_blend(one)
+    assert bench.planner.allocated(one, BLOCKS[:10], 32)
+    assert bench.planner.is_planned(one)
+    request, blocks = bench.planner.take_begun() or (None, ())
+    assert bench.planner.take_begun() is None
+    assert (request, list(blocks)) == (one, BLOCKS[:10])
+    order = bench.planner.blend(one, (), blocks)
+    assert order is not None
+    assert (order.waiting, order.num_local, order.end) == ("one", 8, 40)
+    assert not bench.planner.waits_for_blend(one)
+    for _ in range(3):
+        bench.step()
+        assert bench.planner.is_under_way
+        assert bench.planner.is_waiting(one)
+        assert bench.planner.claim(two, 8, 12) is None
+    bench.planner.blends_ended({"another"})
+    assert bench.planner.is_under_way
+    bench.planner.blends_ended({"one"})
+    assert not bench.planner.is_under_way
+    assert bench.planner.claim(two, 8, 12) == 32
+    assert bench.planner.is_waiting(one)
+    assert bench.planner.comes_back(one) == 8
+    assert bench.planner.comes_back(one) is None
+    assert not bench.planner.is_waiting(one)
+    assert bench.planner.blended_from(one) == 12
+
+
+def test_a_prompt_that_is_alone_is_blended_in_its_step() -> None:
+    bench, one = beside_another()
+    bench.planner.stops("other")
+    assert bench.planner.claim(one, 8, 12) == 32
+    assert not bench.planner.waits_for_blend(one)
+    assert bench.planner.allocated(one, BLOCKS, 32)
+    assert bench.planner.take_begun() is None
+    order = bench.planner.blend(one, (), BLOCKS)
+    assert order is not None
+    assert order.waiting is None
+    assert bench.planner.comes_back(one) is None
+    bench, one = beside_another(SIZES)
+    assert bench.planner.claim(one, 8, 12) == 32
+    assert not bench.planner.waits_for_blend(one)
+
+
+def test_a_prompt_that_waits_brings_the_question_that_a_selector_asks_for() -> None:
+    for sizes, segments, end, asks in (
+        (replace(IN_PARTS, asks=True), SEGMENTS, 40, True),
+        # 4 + 36 * 0.6 up to 40, and 20 more.
+        (replace(IN_PARTS, asks=True, most_rows=40), SEGMENTS, 40, False),
+        (replace(IN_PARTS, asks=True), (SEGMENTS[0], (20, 60)), 56, False),
+    ):
+        bench, _ = beside_another(sizes)
+        one = bench.follow(FakeRequest("three", segments=segments))
+        bench.cache(one, *segments)
+        claimed = 60 if asks else end
+        assert bench.planner.claim(one, 0, 0) == claimed
+        assert bench.planner.allocated(one, BLOCKS, claimed)
+        order = bench.planner.blend(one, (), BLOCKS)
+        assert order is not None
+        assert (order.end, order.question_slots.tolist()) == (
+            end,
+            slots_of(BLOCKS, BLOCK)[end:claimed].tolist(),
+        )
+        question = question_of(order)
+        assert (question is not None) == asks
+        if question is not None:
+            assert (question.first, question.tokens.tolist()) == (41, PROMPT)
+
+
+def test_a_prompt_whose_blend_in_parts_has_failed_is_computed() -> None:
+    """vLLM asks again where it has nothing left; it could fail for ever."""
+    bench, one = beside_another()
+    assert bench.planner.claim(one, 0, 0) == 40
+    assert bench.planner.allocated(one, BLOCKS[:10], 40)
+    bench.planner.blends_ended({"one"})
+    assert bench.planner.claim(one, 0, 0) == 0
+    assert not bench.planner.waits_for_blend(one)
+    assert bench.planner.blended_from(one) == 0
+
+
+def test_after_a_blend_in_parts_a_preempted_prompt_is_blended_again() -> None:
+    bench, one = beside_another()
+    assert bench.planner.claim(one, 0, 0) == 40
+    assert bench.planner.allocated(one, BLOCKS[:10], 40)
+    bench.planner.blends_ended({"one"})
+    assert bench.planner.comes_back(one) == 0
+    bench.step(one=60)
+    assert bench.planner.claim(one, 0, 0) == 40
+
+
+def test_prompts_that_wait_for_a_blend_hold_nobody_up() -> None:
+    """They compute nothing, and nobody has blocks of theirs."""
+    bench, one = beside_another()
+    bench.planner.claim(one, 8, 8)
+    assert bench.planner.allocated(one, BLOCKS[:10], 32)
+    bench.planner.blends_ended({"one"})
+    bench.planner.end("other")
+    bench.step()
+    two = bench.follow(FakeRequest("two"))
+    assert bench.planner.claim(two, 8, 8) == 32
+    assert not bench.planner.waits_for_blend(two)
+
+
 def test_a_prompt_waits_for_tokens_that_another_one_computes_just_now() -> None:
     bench = Bench()
     one, two = (bench.follow(FakeRequest(name)) for name in ("one", "two"))
     bench.cache(one, SEGMENTS[1])
-    assert not bench.planner.allocated(one, 0)
+    assert not bench.planner.allocated(one, [], 0)
     assert bench.planner.claim(two, 8, 8) is None
     bench.step(one=60)
     assert bench.planner.claim(two, 8, 8) == 32
@@ -132,7 +255,7 @@ def test_a_prompt_that_waits_for_too_long_for_anothers_tokens_is_computed() -> N
     bench = Bench()
     one, two = (bench.follow(FakeRequest(name)) for name in ("one", "two"))
     bench.cache(one, SEGMENTS[1])
-    assert not bench.planner.allocated(one, 0)
+    assert not bench.planner.allocated(one, [], 0)
     assert bench.planner.claim(two, 8, 8) is None
     bench.now = TIMEOUT_S - 0.1
     assert bench.planner.claim(two, 8, 8) is None
@@ -141,7 +264,7 @@ def test_a_prompt_that_waits_for_too_long_for_anothers_tokens_is_computed() -> N
         assert bench.planner.claim(two, 8, 8) == 0
     assert bench.planner.blended_from(two) is None
     assert bench.counters.totals()["blends_given_up"] == 1
-    assert not bench.planner.allocated(two, 0)
+    assert not bench.planner.allocated(two, [], 0)
     bench.planner.end("one")
     # It has begun to run since, and was preempted: it waits anew, were there anything to wait for.
     assert bench.planner.claim(two, 8, 8) == 32
@@ -153,12 +276,12 @@ def test_prompts_that_were_preempted_do_not_wait_for_each_other() -> None:
     one, two = (bench.follow(FakeRequest(name)) for name in ("one", "two"))
     bench.cache(one, SEGMENTS[1])
     for request in (one, two):
-        assert not bench.planner.allocated(request, 0)
+        assert not bench.planner.allocated(request, [], 0)
     bench.step(one=4, two=4)
     for request in (one, two):
         bench.planner.claim(request, 8, 8)
     assert bench.planner.claim(one, 8, 8) == 32
-    assert bench.planner.allocated(one, 32)
+    assert bench.planner.allocated(one, [], 32)
     bench.step(one=60)
     assert bench.planner.claim(two, 8, 8) == 32
 
@@ -204,7 +327,7 @@ def test_what_vllm_does_not_take_is_not_blended() -> None:
     one = bench.follow(FakeRequest())
     bench.cache(one, *SEGMENTS)
     bench.planner.claim(one, 0, 0)
-    assert not bench.planner.allocated(one, 0)
+    assert not bench.planner.allocated(one, [], 0)
     assert bench.planner.blend(one, (), [1]) is None
 
 
@@ -281,7 +404,9 @@ def test_every_plan_covers_whole_blocks_and_ends_in_a_cached_segment(
     claimed = bench.planner.claim(one, 0, exact * BLOCK)
     if not claimed:
         return
-    order = bench.planner.blend(one, (), np.arange(1, 20)) if bench.planner.allocated(one, claimed) else None
+    order = (
+        bench.planner.blend(one, (), np.arange(1, 20)) if bench.planner.allocated(one, [], claimed) else None
+    )
     assert order is not None
     assert order.end == claimed
     assert order.end % BLOCK == 0

@@ -49,7 +49,7 @@ def test_a_prompt_waits_for_what_lower_tiers_bring_and_is_blended_then(num_ranks
         assert bench.planner.claim(one, 0, 0) is None
         brought(bench, fetches, rank)
     assert bench.planner.claim(one, 0, 0) == 40
-    assert bench.planner.allocated(one, 40)
+    assert bench.planner.allocated(one, [], 40)
     assert bench.planner.encode(one, (), BLOCKS) == []
     bench.planner.end("one")
     assert bench.waiting.orders() == ([], [fetch.number for fetch in fetches])
@@ -106,7 +106,7 @@ def test_what_does_not_come_in_time_is_missing_and_encoded_again() -> None:
     brought(bench, fetches[:1])
     bench.now = TIMEOUT_S
     assert bench.planner.claim(one, 0, 0) == 16
-    assert bench.planner.allocated(one, 16)
+    assert bench.planner.allocated(one, [], 16)
     (order,) = bench.planner.encode(one, (), BLOCKS)
     assert len(order.tokens) == SEGMENTS[1][1] - SEGMENTS[1][0]
     bench.now = 2 * TIMEOUT_S
@@ -188,7 +188,7 @@ def test_every_prompt_is_scheduled_within_the_deadline_and_nothing_is_left(data:
             claimed = bench.planner.claim(request, 0, 0)
             if claimed is None:
                 continue
-            assert bench.planner.allocated(request, claimed) == (claimed > 0)
+            assert bench.planner.allocated(request, [], claimed) == (claimed > 0)
             if claimed:
                 order = bench.planner.blend(request, (), BLOCKS)
                 assert order is not None

@@ -389,6 +389,150 @@ def test_an_order_is_carried_out_once(rig: Rig) -> None:
     assert rig.layers.num_rows == rows
 
 
+def in_parts(rig: Rig, order: BlendOrder, steps: int = 20) -> tuple[int, set[int]]:
+    """Carry an order out beside the steps of others: how many that took, and what is to be computed again."""
+    waiting = replace(order, waiting="one")
+    for step in range(1, steps + 1):
+        rig.worker.begin_step([waiting] if step == 1 else [], [])
+        rig.worker.blend(())
+        assert not rig.worker.is_running
+        lost = rig.worker.lost_blocks()
+        assert rig.worker.invalid_blocks() == set()
+        if rig.worker.ended(()) == {"one"}:
+            return step, lost
+        assert not lost
+    raise AssertionError(f"not ended after {steps} steps")
+
+
+@pytest.mark.parametrize(
+    "selector", [NoTokens(), FirstTokens(), QueryAttention(1, 2), Deviation("k", (1, 3), (0.5, 0.3))]
+)
+def test_a_blend_in_parts_equals_one_at_once_and_computes_no_more(selector: Selector) -> None:
+    rig = Rig(selector, 0.3)
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    asks = isinstance(selector, QueryAttention)
+    order = (asked_order if asks else order_of)(tokens, request, 46)
+    assert rig.run([order]) == set()
+    wanted, rows, counted = rig.kv(order.slots), rig.layers.num_rows, rig.counters.totals()
+    rig.bench.cache.fill(float("nan"))
+    steps, lost = in_parts(rig, order)
+    assert not lost
+    assert 2 <= steps <= 4
+    for found, other in zip(rig.kv(order.slots), wanted, strict=True):
+        # The question is computed with the others, and then rounded otherwise.
+        assert asks or all(map(torch.equal, found, other))
+    assert_near(rig.kv(order.slots), wanted)
+    again = {name: count - counted[name] for name, count in rig.counters.totals().items()}
+    assert {name: again[name] for name in ("blend_tokens_chosen", "blend_tokens_reused")} == {
+        name: counted[name] for name in ("blend_tokens_chosen", "blend_tokens_reused")
+    }
+    # The question's rows, too, which are the step's own otherwise.
+    assert rig.layers.num_rows - rows <= rows + len(order.question_slots) * rig.layers.num_layers
+    rig.bench.close()
+
+
+@pytest.mark.parametrize("rig", [0.3], indirect=True)
+def test_other_blends_and_encodings_may_come_between_two_parts(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    order = order_of(tokens, request, 45)
+    assert rig.run([order]) == set()
+    wanted = rig.kv(order.slots)
+    rig.bench.cache.fill(float("nan"))
+    others, other_request = prompt([1, 0, 2])
+    between = replace(order_of(others, other_request, 45), slots=np.arange(45) + 50)
+    rig.worker.begin_step([replace(order, waiting="one")], [])
+    rig.worker.blend(())
+    ended = rig.worker.ended(())
+    while not ended:
+        assert rig.run([between], [EncodeOrder(np.array([9, 8, 7]), (), np.arange(6))]) == set()
+        ended = rig.worker.ended(())
+    assert ended == {"one"}
+    assert_near(rig.kv(order.slots), wanted)
+
+
+def test_a_step_that_computes_nothing_else_ends_a_blend(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    order = replace(order_of(tokens, request, 45), waiting="one")
+    for first_is_alone in (True, False):
+        rig.worker.begin_step([order], [], is_alone=first_is_alone)
+        rig.worker.blend(())
+        if not first_is_alone:
+            assert rig.worker.ended(()) == set()
+            rig.worker.begin_step([], [], is_alone=True)
+            rig.worker.blend(())
+        assert rig.worker.ended(()) == {"one"}
+    assert rig.counters.totals()["blend_requests"] == 2
+
+
+def test_a_blend_whose_request_has_ended_is_given_up_and_holds_nothing(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    order = replace(order_of(tokens, request, 45), waiting="one")
+    for parts in (0, 1, 2):
+        rig.worker.begin_step([order], [])
+        for _ in range(parts):
+            rig.worker.blend(())
+        assert rig.worker.ended({"two"}) == set()
+        assert rig.worker.ended({"one", "two"}) == {"one"}
+        assert rig.bench.engine.flush()
+        assert rig.bench.engine.stats()["pins"] == 0
+        rows = rig.layers.num_rows
+        rig.worker.begin_step([], [])
+        rig.worker.blend(())
+        assert rig.layers.num_rows == rows
+        assert rig.worker.lost_blocks() == rig.worker.invalid_blocks() == rig.worker.ended({"one"}) == set()
+    assert "blend_requests" not in rig.counters.totals()
+
+
+def test_what_is_unfinished_is_given_up_at_the_end(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    rig.worker.begin_step([replace(order_of(tokens, request, 45), waiting="one")], [])
+    rig.worker.blend(())
+    rig.worker.close()
+    assert rig.bench.engine.flush()
+    assert rig.bench.engine.stats()["pins"] == 0
+
+
+def test_a_blend_in_parts_that_fails_ends_and_makes_only_its_own_blocks_wrong(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    order = order_of(tokens, request, 45, num_local=5, num_exact=5)
+    blocks = set((order.slots[5:] // BLOCK).tolist())
+    rig.layers.fails_at = 2
+    assert in_parts(rig, order)[1] == blocks
+    rig.layers.fails_at = None
+    loader = rig.segments.connector.in_place
+    load_layer = loader.load_layer
+
+    def fail(load: Any, layer: int, *rest: Any) -> None:
+        if layer == 2 and load.plan.transfer.num_chunks:
+            raise RuntimeError("the device fails")
+        load_layer(load, layer, *rest)
+
+    monkeypatch.setattr(loader, "load_layer", fail)
+    assert in_parts(rig, order)[1] == blocks
+    assert rig.worker.take_keys()[1]
+    assert rig.counters.totals()["blend_failures"] == 2
+
+
+def test_a_blend_beside_others_computes_no_more_than_is_configured(rig: Rig) -> None:
+    rig.encode()
+    tokens, request = prompt([2, 0, 1])
+    rig.worker.selector, rig.worker.share, rig.layers.most_gap = Deviation(), 0.15, 0
+    connector, controller = rig.segments.connector, LoadingController(0.15)
+    shares = Shares(0.15, controller, connector.platform, connector.device, rig.counters)
+    rig.worker.controlled = ControlledShare(shares, rig.layers.num_layers, 1, 1000)
+    controller.compute_s, controller.load_s = 1.0, 100.0
+    in_parts(rig, order_of(tokens, request, 46))
+    assert rig.counters.totals()["blend_tokens_chosen"] == round(0.15 * 42)
+
+
 class TwoRanks(Ranks):
     """One of two ranks in threads of this process, which both have the whole model."""
 
@@ -443,6 +587,20 @@ def test_ranks_compute_the_same_rows_where_one_has_lost_a_chunk(selector: Select
     totals = [rig.counters.totals() for rig in rigs]
     for name in ("reused", "chosen", "computed"):
         assert totals[0][f"blend_tokens_{name}"] == totals[1][f"blend_tokens_{name}"]
+    assert_near(rigs[0].kv(order.slots), rigs[1].kv(order.slots))
+    for rig in rigs:
+        rig.bench.close()
+
+
+@pytest.mark.parametrize("selector", [Deviation("v", (1,), (0.3,)), QueryAttention(1, 2)])
+def test_ranks_stop_behind_the_same_layers(selector: Selector) -> None:
+    rigs = two_ranks(selector, 0.3)
+    for rig in rigs:
+        rig.encode()
+    order = asked_order(*prompt([2, 0, 1]), 46)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda rig: in_parts(rig, order), rigs))
+    assert found[0] == found[1]
     assert_near(rigs[0].kv(order.slots), rigs[1].kv(order.slots))
     for rig in rigs:
         rig.bench.close()
