@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -49,6 +50,8 @@ class Layers(Protocol):
 
     num_layers: int
     most_gap: int
+
+    def eagerly(self) -> AbstractContextManager[None]: ...
 
     def embed(self, tokens: Int64s) -> States: ...
 

@@ -65,7 +65,8 @@ class StartCheck:
     def run(self) -> None:
         """Try it."""
         try:
-            self._try()
+            with self._layers.eagerly():
+                self._try()
         except (TypeError, AttributeError, RuntimeError) as error:
             self._refuse(f"its layers cannot be called one by one: {type(error).__name__}: {error}", error)
 

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from lwkv.integrations.vllm.blending.model.attention_hooks import keys_and_values, run_seen
 from lwkv.integrations.vllm.blending.model.calls import Call, Seen, States
+from lwkv.integrations.vllm.blending.model.kernels import EagerKernels
 from lwkv.integrations.vllm.blending.model.row_attention import RowAttentions, RowMetadata, is_better
 from lwkv.integrations.vllm.blending.model.runs import Piece, pieces
 from lwkv.platforms.protocol import Int64s
@@ -57,6 +58,7 @@ class ModelLayers:
         self._decoder, self._config, self._names = decoder, vllm_config, names
         self._layers: Sequence[nn.Module] = list(decoder.layers)
         self.num_layers = len(self._layers)
+        self._kernels = EagerKernels([*self._layers, decoder.norm], vllm_config)
         self.device = device
         known = vllm_config.compilation_config.static_forward_context
         self._attentions: Sequence[nn.Module] = [known[name] for name in names]
@@ -65,6 +67,10 @@ class ModelLayers:
         backend = known[names[0]].get_attn_backend()
         # One of its own: vLLM's keeps what its next step needs.
         self._builder = backend.get_builder_cls()(spec, list(names), vllm_config, device)
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """To be in place while layers are called: vLLM's kernels for layers that nobody compiles."""
+        return self._kernels.in_place()
 
     def embed(self, tokens: Int64s) -> States:
         """The states of `tokens` before the first layer."""

@@ -317,7 +317,8 @@ class BlendWorker:
     def _calling(self) -> Iterator[None]:
         self.is_running = True
         try:
-            yield
+            with self._layers.eagerly():
+                yield
         finally:
             self.is_running = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +64,9 @@ class ReferenceLayers:
         self.num_rows, self.most_gap = 0, 1
         self._seen: list[tuple[Tensor, Tensor]] = []
         self.fails_at: int | None = None
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def embed(self, tokens: Int64s) -> Any:
         return States(self._model.embed(torch.from_numpy(tokens)))
