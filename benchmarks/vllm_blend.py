@@ -2,7 +2,8 @@
 
 `python -m lwkv.benchmarks.vllm_blend` needs vLLM and a device. Two engines run one after the other, each in a
 process of its own and alone on the device: one without lwkv, and one that blends, with each selector in
-turn. Weights are dummies: the times are those of the shape.
+turn. With `--at-once` both are started at the same time, and measured one after the other. Weights are
+dummies: the times are those of the shape.
 
 A prompt has `--documents` of `--tokens` each, cached in host memory, and `--question` other tokens. Reported
 are medians in milliseconds, beside a full prefill. For blends also loading alone, and the time to first token
@@ -101,13 +102,26 @@ def _mean_share(selector: Deviation, num_layers: int) -> float:
 class Child:
     """One engine, in this process."""
 
-    def __init__(self, name: str, shape: Shape, plan: Plan, model: Path, host_gib: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        plan: Plan,
+        model: Path,
+        host_gib: float,
+        num_engines: int,
+        in_parts: bool,
+    ) -> None:
         from vllm import LLM
 
         longest = plan.reused + plan.question + 64
         sizes = TtftPlan([longest], 64, 1)
         arguments = engine_arguments("plain" if name == "plain" else "lwkv", model, shape, sizes, host_gib)
-        arguments |= {"max_num_seqs": 256, "enforce_eager": plan.eager, "gpu_memory_utilization": 0.8}
+        arguments |= {
+            "max_num_seqs": 256,
+            "enforce_eager": plan.eager,
+            "gpu_memory_utilization": 0.8 / num_engines,
+        }
         arguments["kv_cache_memory_bytes"] = shape.kv_bytes(4 * longest + DECODING * 2048)
         if name != "plain":
             settings = {
@@ -116,6 +130,7 @@ class Child:
                 "blend_selector": "query",
                 "blend_recompute_ratios": plan.share,
                 "blend_shared_prefix": PREFIX,
+                "blend_in_parts": in_parts,
                 "load_when": "always",
             }
             arguments["kv_transfer_config"]["kv_connector_extra_config"] |= settings
@@ -130,7 +145,7 @@ class Child:
         """A full prefill, and requests beside prefills of so many tokens."""
         found = Found(ttft_ms=self._ttfts())
         for number in rows:
-            found.beside_ms[str(number)] = self._beside(partial(self._plain, length=number))
+            found.beside_ms[str(number)], _ = self._beside(partial(self._plain, length=number))
         return found
 
     def run_selector(self, selector: Selector) -> Found:
@@ -145,7 +160,7 @@ class Child:
             found.in_place_ms = self._ttfts()
         self._require_blends(found)
         self._measure_parts(found, parts)
-        found.beside_ms[str(rows)] = self._beside(self._prompt)
+        found.beside_ms[str(rows)], found.ttft_beside_ms = self._beside(self._prompt)
         for _ in range(self.plan.repeats):
             found.rest_ms.append(self._ttft(*self._plain(60_000 + self._next(), self.plan.question)))
         return found
@@ -207,9 +222,9 @@ class Child:
         found.counts["rows_per_layer"] = compute.row_layers / self.shape.num_layers
         assert self.llm.reset_prefix_cache()
 
-    def _beside(self, prompt: Callable[[int], Prompt]) -> list[float]:
-        """Times between tokens of requests that decode while prompts arrive."""
-        engine, names = self.llm.llm_engine, []
+    def _beside(self, prompt: Callable[[int], Prompt]) -> tuple[list[float], list[float]]:
+        """Times between tokens of requests that decode, and of prompts that arrive to their first token."""
+        engine, names, came, ttfts = self.llm.llm_engine, [], dict[str, float](), []
         for _ in range(DECODING):
             names.append(self._add(1800, *self._plain(70_000 + self._next(), 32)))
         begin, next_at, taken = time.perf_counter(), 1.0, []
@@ -218,13 +233,19 @@ class Child:
             if now >= next_at:
                 next_at += self.plan.every_s
                 names.append(self._add(1, *prompt(20_000 + self._next())))
+                came[names[-1]] = time.perf_counter()
             for output in engine.step():
                 at = time.perf_counter()
+                if output.request_id in came:
+                    ttfts.append(1e3 * (at - came.pop(output.request_id)))
+                    continue
                 if output.request_id in last and now > 1.0:
                     taken.append(1e3 * (at - last[output.request_id]))
                 last[output.request_id] = at
         engine.abort_request(names)
-        return taken
+        while engine.has_unfinished_requests():
+            engine.step()
+        return taken, ttfts
 
     def _add(self, max_tokens: int, ids: list[int], segments: list[list[int]]) -> str:
         name = f"one-{self._next()}"
@@ -242,16 +263,41 @@ def _drawn(seed: int, length: int, vocabulary: int) -> list[int]:
     return found
 
 
-def measured(names: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[str, Found]]:
+def measured(names: Sequence[str], arguments: Sequence[str], at_once: bool) -> Iterator[tuple[str, Found]]:
     """What each engine found, in a process of its own. Raises RuntimeError where one has died."""
+    for group in [list(names)] if at_once else [[name] for name in names]:
+        with tempfile.TemporaryDirectory() as folder:
+            yield from _of_group(group, arguments, Path(folder))
+
+
+def _of_group(names: Sequence[str], arguments: Sequence[str], folder: Path) -> Iterator[tuple[str, Found]]:
+    """Start engines together; they find each other by files in `folder`, and leave there what they found."""
+    command = [sys.executable, "-m", "lwkv.benchmarks.vllm_blend", *arguments, "--engines", ",".join(names)]
+    children = {
+        name: subprocess.Popen([*command, "--child", name, "--output", str(folder / name)]) for name in names
+    }
+    try:
+        while any(one.poll() is None for one in children.values()):
+            for name, one in children.items():
+                if one.poll():
+                    raise RuntimeError(f"the engine {name!r} has ended; what it said is above")
+            time.sleep(0.1)
+    finally:
+        for one in children.values():
+            one.kill()
+            one.wait()
     for name in names:
-        with tempfile.NamedTemporaryFile(suffix=".json") as result:
-            command = [sys.executable, "-m", "lwkv.benchmarks.vllm_blend", *arguments]
-            command += ["--child", name, "--output", result.name]
-            if subprocess.run(command, check=False).returncode:
-                raise RuntimeError(f"the engine {name!r} has ended; what it said is above")
-            for key, found in json.loads(Path(result.name).read_text()).items():
-                yield key, Found(**found)
+        for key, found in json.loads((folder / name).read_text()).items():
+            yield key, Found(**found)
+
+
+def wait_for_turn(name: str, names: Sequence[str], folder: Path) -> None:
+    """Wait until all engines have started, and those before this one have been measured."""
+    (folder / f"{name}.started").touch()
+    before = [folder / f"{other}.started" for other in names]
+    before += [folder / other for other in names[: names.index(name)]]
+    while not all(path.exists() for path in before):
+        time.sleep(0.1)
 
 
 def child(args: argparse.Namespace, shape: Shape, plan: Plan) -> None:
@@ -261,14 +307,20 @@ def child(args: argparse.Namespace, shape: Shape, plan: Plan) -> None:
     wanted = {name: known[name] for name in args.selectors}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, plan.reused + plan.question + 2000)
-        engine = Child(args.child, shape, plan, Path(folder), args.host_gib)
+        names = args.engines.split(",")
+        sizes = shape, plan, Path(folder), args.host_gib
+        engine = Child(args.child, *sizes, num_engines=len(names), in_parts=args.in_parts)
+        wait_for_turn(args.child, names, args.output.parent)
         if args.child == "plain":
             rows = dict.fromkeys(plan.rows(selector, shape.num_layers) for selector in wanted.values())
             found = {"plain": engine.run_plain(list(rows))}
         else:
             engine.encode()
             found = {name: engine.run_selector(selector) for name, selector in wanted.items()}
-    args.output.write_text(json.dumps({name: asdict(one) for name, one in found.items()}))
+    # Whole from the moment that it is there: the next engine waits for it.
+    whole = args.output.with_suffix(".whole")
+    whole.write_text(json.dumps({name: asdict(one) for name, one in found.items()}))
+    whole.rename(args.output)
 
 
 def _names(text: str) -> list[str]:
@@ -301,6 +353,13 @@ def parser() -> argparse.ArgumentParser:
         "--selectors", type=_names, default=known, help=f"by comma, some of {', '.join(known)}"
     )
     options.add_argument("--engines", default=",".join(ENGINES), help=f"some of {', '.join(ENGINES)}")
+    options.add_argument("--at-once", action="store_true", help="start all engines at the same time")
+    options.add_argument(
+        "--in-parts",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="do blends beside other requests in parts, one a step",
+    )
     options.add_argument("--host-gib", type=float, default=8.0)
     options.add_argument("--output", type=Path, default=Path("vllm-blend.json"))
     options.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
@@ -328,7 +387,7 @@ def main() -> int:
     if args.child:
         child(args, shape, plan)
         return 0
-    found = dict(measured(args.engines.split(","), sys.argv[1:]))
+    found = dict(measured(args.engines.split(","), sys.argv[1:], args.at_once))
     engines = {name: asdict(one) | {"summary": one.summary()} for name, one in found.items()}
     verdicts = [gate._asdict() | {"holds": gate.holds} for gate in gates(found)]
     result = {"command": sys.argv[1:], "versions": versions(), "selectors": engines, "gates": verdicts}

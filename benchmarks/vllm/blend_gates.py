@@ -27,6 +27,7 @@ class Found:
         rest_ms: a prompt of the question alone, without a blend.
         beside_ms: between two tokens of requests that decode while such prompts arrive; for a full prefill by
             the prompts' rows.
+        ttft_beside_ms: to the first token of these prompts, where they are blended.
         rows: that a blend computes, as so many in every layer: the prompts of plain prefill beside.
         faults: what went wrong; then the times mean nothing.
     """
@@ -38,6 +39,7 @@ class Found:
     queued_ms: list[float] = field(default_factory=list)
     rest_ms: list[float] = field(default_factory=list)
     beside_ms: dict[str, list[float]] = field(default_factory=dict)
+    ttft_beside_ms: list[float] = field(default_factory=list)
     rows: int = 0
     counts: dict[str, float] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -53,7 +55,7 @@ class Found:
 
     def summary(self) -> dict[str, float | int]:
         """Medians, and percentiles between tokens."""
-        names = ("ttft", "in_place", "load", "compute", "queued", "rest")
+        names = ("ttft", "in_place", "load", "compute", "queued", "rest", "ttft_beside")
         times: dict[str, list[float]] = {name: getattr(self, f"{name}_ms") for name in names}
         row: dict[str, float | int] = {name: round(median(ms), 2) for name, ms in times.items() if ms}
         for rows, ms in self.beside_ms.items():
