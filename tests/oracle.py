@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lwkv.codecs.fp8_form import Fp8Form
 from lwkv.codecs.lossless_form import LosslessForm
 from lwkv.config.settings import Config
 from lwkv.connectors import BufferConnector
@@ -180,7 +181,11 @@ FORMS = {
 
 
 class Oracle:
-    """Caches on a device, and what they must hold. Device work goes to the current stream."""
+    """Caches on a device, and what they must hold. Device work goes to the current stream.
+
+    Args:
+        coarse: what a model computes are numbers that fp8 pages keep as they are.
+    """
 
     def __init__(
         self,
@@ -188,7 +193,9 @@ class Oracle:
         device: torch.device,
         form: str = "vllm_2bnhd",
         dims: Dims | None = None,
+        coarse: bool = False,
     ) -> None:
+        self._coarse = coarse
         self.platform, self.device, self.form = platform, device, FORMS[form]
         self.dims = dims or Dims()
         self._actual = self.form.make(self.dims, device)
@@ -242,8 +249,8 @@ class Oracle:
         stride = -(-self.page_bytes(chunk_size) // PAGE_STRIDE) * PAGE_STRIDE
         buffers = staging_buffers + (2 * staging_buffers if load_streams == 2 else 1)
         least = buffers * self.page_bytes(chunk_size)
-        if settings.get("page_codec") == "lossless":
-            least = buffers * self._coded_bytes(chunk_size) + 2 * self.page_bytes(chunk_size)
+        if (codec := settings.get("page_codec")) in ("lossless", "fp8"):
+            least = buffers * self._coded_bytes(chunk_size, codec) + 2 * self.page_bytes(chunk_size)
         extra = {
             "staging_bytes": least if staging_bytes == LEAST else staging_bytes,
             "staging_buffers": staging_buffers,
@@ -268,10 +275,12 @@ class Oracle:
         assert engine.wait_for_memory(20.0), "host memory is page-locked in the background"
         return engine
 
-    def _coded_bytes(self, chunk_size: int) -> int:
-        """Bytes of a lossless page."""
+    def _coded_bytes(self, chunk_size: int, codec: str) -> int:
+        """Bytes of a page of this codec."""
         parts, heads = (1, 1) if self.form.mla else (2, self.dims.heads)
-        return LosslessForm(parts * heads * chunk_size, self.dims.head_size).page_bytes
+        rows, width = parts * heads * chunk_size, self.dims.head_size
+        form = LosslessForm(rows, width) if codec == "lossless" else Fp8Form(rows, width, self.dims.dtype)
+        return form.page_bytes
 
     def _buffer_connector(self, config: Config) -> BufferConnector:
         """Made here and not by CreateGPUConnector: it must work on platforms not yet shown to blend, too."""
@@ -292,7 +301,8 @@ class Oracle:
             numbers.append(parent)
         inner = torch.arange(2 * dims.heads * dims.head_size).view(2, 1, dims.heads, dims.head_size)
         row = torch.tensor(numbers, dtype=torch.int64).view(1, -1, 1, 1) * dims.layers + layer
-        return (row * inner.numel() + inner + 1).to(WORDS[dims.dtype.itemsize])
+        own = row * inner.numel() + inner + 1
+        return coarse_values(own, dims.dtype) if self._coarse else own.to(WORDS[dims.dtype.itemsize])
 
     def compute(
         self, tokens: Sequence[int], slots: Any, layers: Sequence[int] | None = None, salt: str | None = None
@@ -385,6 +395,13 @@ class Oracle:
         _, wanted_k, wanted_v = self._expected[layer]
         for part, got, wanted in zip("KV", _parts(k, v), _parts(wanted_k, wanted_v), strict=False):
             _compare(f"layer {layer} {part}", _words(got).cpu().flatten(0, 1), _words(wanted).flatten(0, 1))
+
+
+def coarse_values(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each whole number a float of four significant bits and a usual exponent, its bits as integers."""
+    mixed = (numbers * 2654435761 >> 16) % 192
+    values = (8 + mixed % 8) * torch.exp2(mixed // 8 % 12 - 9.0) * (1 - 2 * (mixed // 96))
+    return values.to(dtype).view(WORDS[dtype.itemsize])
 
 
 def _compare(name: str, got: Tensor, wanted: Tensor) -> None:

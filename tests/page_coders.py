@@ -1,4 +1,4 @@
-"""What codes lossless pages: torch always, Triton where it is installed, interpreted on the host."""
+"""What codes pages, lossless and fp8: torch always, Triton where it is installed, interpreted on the host."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lwkv.codecs.lossless_form import LosslessForm
 from lwkv.codecs.page_codec import Coder
+from lwkv.codecs.torch_fp8 import TorchFp8
 from lwkv.codecs.torch_lossless import TorchLossless
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Platform
 
-MakeCoder = Callable[[LosslessForm], Coder]
+MakeCoder = Callable[[Any], Coder]
+"""Of a LosslessForm, or of an Fp8Form."""
+IN_TORCH: dict[str, MakeCoder] = {"lossless": TorchLossless, "fp8": TorchFp8}
 
 
 def interpret() -> None:
@@ -29,16 +32,17 @@ def interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def coder_of(kind: str, platform: Platform) -> MakeCoder:
+def coder_of(kind: str, platform: Platform, codec: str = "lossless") -> MakeCoder:
     if kind == "torch":
-        return TorchLossless
+        return IN_TORCH[codec]
     if platform.device_type == "cpu":
         interpret()
     elif not platform.features.triton:
         pytest.skip("triton does not serve this platform")
+    from lwkv.codecs.triton.fp8 import TritonFp8
     from lwkv.codecs.triton.lossless import TritonLossless
 
-    return TritonLossless
+    return TritonLossless if codec == "lossless" else TritonFp8
 
 
 def encoded(coder: Coder, raw: Tensor) -> Tensor:

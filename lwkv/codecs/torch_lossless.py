@@ -11,10 +11,8 @@ from torch import Tensor
 
 from lwkv.codecs.lossless_form import ESCAPE, FARTHEST, GROUP, HEADER_BYTES, ZERO, LosslessForm
 from lwkv.codecs.page_codec import Flags, PagedCoder
+from lwkv.codecs.torch_pages import pairs
 from lwkv.layouts.paged_layer import PagedLayer
-
-# What is worked on at a time: each takes some 40 bytes meanwhile.
-MOST_ELEMENTS = 1 << 22
 
 
 class TorchLossless:
@@ -26,16 +24,15 @@ class TorchLossless:
         self._form = form
         self.raw_bytes, self.page_bytes, self.head_bytes = form.raw_bytes, form.page_bytes, form.head_bytes
         self.header_bytes = HEADER_BYTES
-        self._pages_at_a_time = max(1, MOST_ELEMENTS // (form.rows * form.width))
 
     @torch.inference_mode()
     def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
-        for source, target in self._pairs(raw, coded, num_pages):
+        for source, target in pairs(self._form, raw, coded, num_pages):
             self._encode(source, target)
 
     @torch.inference_mode()
     def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
-        for target, source in self._pairs(raw, coded, num_pages):
+        for target, source in pairs(self._form, raw, coded, num_pages):
             self._decode(source, target)
 
     def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
@@ -46,14 +43,6 @@ class TorchLossless:
 
     def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
         return self._form.fits(headers)
-
-    def _pairs(self, raw: Tensor, coded: Tensor, num_pages: int) -> list[tuple[Tensor, Tensor]]:
-        """The same pages of both, [pages, bytes] each, some at a time."""
-        form, most = self._form, self._pages_at_a_time
-        raw_pages = raw[: num_pages * form.raw_bytes].view(num_pages, form.raw_bytes)
-        coded_pages = coded[: num_pages * form.page_bytes].view(num_pages, form.page_bytes)
-        parts = [slice(start, start + most) for start in range(0, num_pages, most)]
-        return [(raw_pages[part], coded_pages[part]) for part in parts]
 
     def _encode(self, raw: Tensor, coded: Tensor) -> None:
         form, pages = self._form, len(raw)

@@ -31,9 +31,7 @@ _MEMORY = (
 _DISK = "use local_disk"
 
 LMCACHE_KEYS: Mapping[str, LMCacheKey] = {
-    "remote_serde": LMCacheKey(
-        (None, "naive"), "pages keep every bit (page_codec can make them smaller); use naive"
-    ),
+    "remote_serde": LMCacheKey((None, "naive"), "pages keep every bit unless page_codec is fp8; use naive"),
     "cache_policy": LMCacheKey(("LRU",), "the chunk used longest ago goes first; use LRU"),
     "pre_caching_hash_algorithm": LMCacheKey(
         (), "keys always come from one cryptographic hash, equal in every process; remove the key"

@@ -97,7 +97,7 @@ class Config(BaseSettings):
     page_codec: PageCodecName = Field(
         "auto",
         description="How pages are kept: raw; lossless, bfloat16 in about 0.77 of its bytes, which come back "
-        "bit for bit; auto takes lossless where that was measured to be at least as fast.",
+        "bit for bit; fp8, floats in one byte, which changes the values; auto takes raw or lossless.",
     )
     use_layerwise: Flag = Field(False, description="Load and save layer by layer while the model computes.")
     enable_blending: Flag = Field(

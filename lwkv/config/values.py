@@ -157,7 +157,9 @@ RemoteURL = Annotated[
 WritePolicy = Annotated[
     Literal["write_through", "write_back"], Allowed("text", "write_through or write_back")
 ]
-PageCodecName = Annotated[Literal["auto", "raw", "lossless"], Allowed("text", "auto, raw or lossless")]
+PageCodecName = Annotated[
+    Literal["auto", "raw", "lossless", "fp8"], Allowed("text", "auto, raw, lossless or fp8")
+]
 BlendSelector = Annotated[
     Literal["deviation", "query", "prefix_k"], Allowed("text", "deviation, query or prefix_k")
 ]

@@ -29,8 +29,8 @@ def unusable_settings(config: Config) -> Iterator[tuple[str, str]]:
     for name in ("save_unfull_chunk", "enable_blending"):
         if getattr(config, name):
             yield name, "got true; set it to false"
-    if config.page_codec == "lossless":
-        yield "page_codec", "got 'lossless'; set it to 'raw' or 'auto'"
+    if config.page_codec not in ("auto", "raw"):
+        yield "page_codec", f"got {config.page_codec!r}; set it to 'raw' or 'auto'"
 
 
 def group_config(config: Config, tokens: int, num_groups: int, page_bytes: int) -> Config:

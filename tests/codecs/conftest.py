@@ -14,6 +14,11 @@ def make_coder(request: pytest.FixtureRequest, platform: Platform) -> MakeCoder:
     return coder_of(request.param, platform)
 
 
+@pytest.fixture(params=["torch", "triton"])
+def make_fp8(request: pytest.FixtureRequest, platform: Platform) -> MakeCoder:
+    return coder_of(request.param, platform, "fp8")
+
+
 @pytest.fixture
 def run(platform: Platform, device: torch.device) -> Callable[[Callable[[], object]], None]:
     """Do device work on the current stream and wait for it."""

@@ -65,7 +65,7 @@ ARGUMENTS = [
     wrong({"blend_special_str": ""}, "blend_special_str", "''", "at least one character"),
     wrong({"extra_config": {"staging_buffers": 1}}, "extra_config.staging_buffers", "1", "from 2 to 64"),
     wrong({"write_policy": "writeback"}, "write_policy", "'writeback'", "write_through or write_back"),
-    wrong({"page_codec": "zstd"}, "page_codec", "'zstd'", "auto, raw or lossless"),
+    wrong({"page_codec": "zstd"}, "page_codec", "'zstd'", "auto, raw, lossless or fp8"),
     # the wrong unit
     wrong({"max_local_cpu_size": "40GB"}, "max_local_cpu_size", "'40GB'", "without a unit: it is in GiB"),
     wrong({"max_local_cpu_size": 40 << 30}, "max_local_cpu_size", "42949672960", "not in bytes"),

@@ -340,6 +340,7 @@ def engine(platform: Platform, kinds: list[Kind], groups: list[Group], **config:
         ({"remote_url": "valkey://127.0.0.1:1"}, "remote_url: set it to null"),
         ({"save_unfull_chunk": True}, "save_unfull_chunk: got true; set it to false"),
         ({"page_codec": "lossless"}, "page_codec: got 'lossless'; set it to 'raw' or 'auto'"),
+        ({"page_codec": "fp8"}, "page_codec: got 'fp8'; set it to 'raw' or 'auto'"),
     ],
 )
 def test_settings_that_do_not_work_with_several_kinds_are_named(

@@ -15,14 +15,13 @@ from lwkv.codecs.lossless_form import GROUP, HEADER_BYTES, MAGIC, VERSION, Lossl
 from lwkv.codecs.page_codec import Flags, PagedCoder
 from lwkv.codecs.triton import decode_source, encode_source
 from lwkv.codecs.triton.launch import Kernel, Pointer
+from lwkv.codecs.triton.places import PLACES, SLOTS, cache_places
 from lwkv.kernels.triton.launch import is_callable_compiled
 from lwkv.layouts.paged_layer import PagedLayer
 
 BLOCK = 1024
 CODED = tuple(Pointer(0, dtype) for dtype in (torch.uint8, torch.int16, torch.int32))
 RAW = Pointer(1, torch.int32)
-PLACES, SLOTS = Pointer(1, torch.int64), Pointer(2, torch.int64)
-ALIGNMENT = 16
 
 
 class Tuning(NamedTuple):
@@ -127,9 +126,7 @@ class PagedLossless:
     def __init__(self, form: LosslessForm, layers: Sequence[PagedLayer], tuning: Tuning) -> None:
         first = layers[0]
         self.takes_handles = is_callable_compiled(decode_source.decode_to_cache)
-        addresses = [[layer.words[part].data_ptr() for part in (0, -1)] for layer in layers]
-        places = torch.tensor(addresses, device=first.device)
-        self._places = {layer: places[number:] for number, layer in enumerate(layers)}
+        self._places, alignment = cache_places(layers, 4)
         self._cache_rows = first.num_rows
         # A tile is of one part.
         rows = form.rows // first.parts
@@ -139,7 +136,7 @@ class PagedLossless:
             encode_source.encode_from_cache,
             encode_source.collect_from_cache,
         )
-        where = (*_cache_constants(first), _alignment(addresses))
+        where = (*_cache_constants(first), alignment)
         self._kernels = Kernels(form, tuning, kernels, [PLACES, SLOTS], most, where)
 
     @staticmethod
@@ -177,7 +174,3 @@ def _cache_constants(layer: PagedLayer) -> tuple[int, ...]:
     """Sizes of a layer, and its strides in words of two elements."""
     block, token, head, _ = (stride // 2 for stride in layer.k.stride())
     return layer.parts, layer.heads, layer.k.shape[1], block, token, head
-
-
-def _alignment(addresses: Sequence[Sequence[int]]) -> int:
-    return 4 if any(address % ALIGNMENT for pair in addresses for address in pair) else ALIGNMENT

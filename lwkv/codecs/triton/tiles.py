@@ -26,6 +26,24 @@ def locate_tile(tile, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.con
 
 
 @triton.jit
+def locate_rows(
+    places, slots, pages_a_layer, cache_rows, page, first_row, row,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """For rows of one part, from `first_row` on: its address, how far behind it each is, which exist."""
+    TOKENS: tl.constexpr = ROWS // PARTS // HEADS
+    layer = page // pages_a_layer
+    part = first_row // (TOKENS * HEADS)
+    inside = row - part * (TOKENS * HEADS)
+    token = (page - layer * pages_a_layer) * TOKENS + inside // HEADS
+    slot = tl.load(slots + token, mask=row < ROWS, other=-1)
+    head = (inside % HEADS).to(tl.int64)
+    start = (slot // BLOCK_SIZE) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * TOKEN_STRIDE + head * HEAD_STRIDE
+    return tl.load(places + 2 * layer + part), start, (slot >= 0) & (slot < cache_rows)
+
+
+@triton.jit
 def locate_in_cache(
     places, slots, pages_a_layer, cache_rows, page, tile, row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
@@ -34,16 +52,12 @@ def locate_in_cache(
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Where the words of a tile, all of them of one part, are in the cache; which rows there are."""
-    TOKENS: tl.constexpr = ROWS // PARTS // HEADS
-    layer = page // pages_a_layer
-    part = tile * (16 * EACH) // (TOKENS * HEADS)
-    inside = row - part * (TOKENS * HEADS)
-    token = (page - layer * pages_a_layer) * TOKENS + inside // HEADS
-    slot = tl.load(slots + token, mask=row < ROWS, other=-1)
-    head = (inside % HEADS).to(tl.int64)
-    start = (slot // BLOCK_SIZE) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * TOKEN_STRIDE + head * HEAD_STRIDE
-    cache = tl.multiple_of(tl.load(places + 2 * layer + part).to(tl.pointer_type(tl.int32)), ALIGNMENT)
-    return cache + start[:, None] + tl.arange(0, COLUMNS)[None, :], (slot >= 0) & (slot < cache_rows)
+    address, start, there = locate_rows(
+        places, slots, pages_a_layer, cache_rows, page, tile * (16 * EACH), row,
+        ROWS, PARTS, HEADS, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE,
+    )  # fmt: skip
+    cache = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNMENT)
+    return cache + start[:, None] + tl.arange(0, COLUMNS)[None, :], there
 
 
 @triton.jit

@@ -382,6 +382,8 @@ def test_the_pages_that_engines_will_have_are_named(monkeypatch: pytest.MonkeyPa
     assert "raw (page_codec=auto: lossless was not measured with" in doctor.examine("cpu").settings["pages"]
     monkeypatch.setenv("LWKV_PAGE_CODEC", "lossless")
     assert doctor.examine("cpu").settings["pages"] == "lossless"
+    monkeypatch.setenv("LWKV_PAGE_CODEC", "fp8")
+    assert doctor.examine("cpu").settings["pages"].startswith("fp8: LOSSY, ")
 
 
 def test_every_feature_is_explained_and_each_fault_is_one_item_of_the_list() -> None:
