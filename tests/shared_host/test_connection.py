@@ -150,6 +150,19 @@ def test_the_owner_does_not_sleep_while_a_request_is_announced(
     assert session.has(8, keys(1)) == [False]
 
 
+def test_what_is_announced_changes_nothing(owner: OwnerThread, path: Path) -> None:
+    with pool_at(path, PAGE_BYTES) as pool:
+        tier, pages = NodeTier(pool), pool.allocate(3)
+        assert pages is not None
+        tier.insert(keys(1), [Chunk(pages)])
+        assert tier.is_settled()
+        before = owner.server.status()
+        for _ in range(3):
+            tier.announce()
+        assert tier.is_settled()
+        assert owner.server.status() == before
+
+
 def test_what_comes_when_the_pool_is_closed_is_given_back(owner: OwnerThread, path: Path) -> None:
     with pool_at(path, PAGE_BYTES) as pool:
         tier, session = NodeTier(pool), pool.session

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -189,18 +190,16 @@ class NodePool(HostPool):
             if not self._may_take(session, pinned.pages):
                 return None
             pages = pinned.pages + self._first
-            ends = np.cumsum(pinned.lengths).tolist()
-            chunks = [
-                pages[end - length : end] if length else None
-                for length, end in zip(pinned.lengths, ends, strict=True)
-            ]
+            ends = [0, *accumulate(pinned.lengths)]
+            chunks = [pages[a:b] if a < b else None for a, b in pairwise(ends)]
             found = [own for own in chunks if own is not None]
             # A chunk may be pinned twice, which its first page shows.
-            is_once = len({int(own[0]) for own in found}) == len(found)
-            for together in [pages] if is_once else found:
+            firsts = pages[[a for a, b in pairwise(ends) if a < b]].tolist()
+            for together in [pages] if len(set(firsts)) == len(found) else found:
                 self._counts.add(together)
                 self._held[together] += 1
-            self._adopt_spills(pinned)
+            if pinned.spills:
+                self._adopt_spills(pinned)
             return chunks
 
     def own_numbers(self, session: Session, pages: Int64s) -> Int64s | None:

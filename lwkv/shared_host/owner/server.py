@@ -32,6 +32,9 @@ SLAB_BYTES = 256 << 20
 AWAKE_S = 0.001
 """Seconds that the owner looks for a request that was announced: to wake up takes as long as to answer it."""
 
+NOTHING = Message(Op.PIN, 0, [pack_numbers([0]), b""])
+"""A pin of no chunk: what is announced is answered faster where the caches have what it needs."""
+
 ACCEPT_REST_S = 1.0
 """Seconds without new connections where one could not be taken."""
 
@@ -225,6 +228,8 @@ class Server:
             peer.leave()
         elif message.op is Op.SOON:
             self._awake_until = time.monotonic() + AWAKE_S
+            if peer.client is not None:
+                peer.client.index.handle(peer.client, NOTHING)
         elif peer.client is None:
             peer.send(Op.REPLY, message.number, *self._head(peer), *self._has(message))
         else:
