@@ -35,8 +35,12 @@ from lwkv.benchmarks.sglang.stalls import STALLS_SUFFIX, stall_table
 from lwkv.benchmarks.vllm_ttft import write_model
 
 MODES = ("plain", "hicache", "lwkv")
-TWO_STREAMS = "lwkv-two-streams"
-"""A mode more: loads whose copies and kernels have a stream each."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lwkv": {},
+    "lwkv-two-streams": {"extra_config": {"load_streams": 2}},
+    "lwkv-lossless": {"page_codec": "lossless"},
+}
+"""lwkv's settings in modes of its own: copies and kernels of loads with a stream each; fewer bytes."""
 PAGE = 64
 DEVICE_PROMPTS = 3
 """Prompts that the device's cache holds, beside the requests that decode."""
@@ -173,7 +177,7 @@ def engine_arguments(
     graphs: bool = False,
     cpu: bool = False,
 ) -> dict[str, Any]:
-    """SGLang's arguments for one of MODES, or TWO_STREAMS."""
+    """SGLang's arguments for one of MODES or VARIANTS."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -211,8 +215,9 @@ def engine_arguments(
             "hicache_size": int(host_gib),
             "hicache_write_policy": "write_through",
         }
-    if mode in ("lwkv", TWO_STREAMS):
-        extra = {"reserve_gib": host_gib} | ({"load_streams": 2} if mode == TWO_STREAMS else {})
+    if mode in VARIANTS:
+        settings = VARIANTS[mode]
+        extra = {"reserve_gib": host_gib} | settings.get("extra_config", {})
         arguments |= {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
@@ -220,6 +225,7 @@ def engine_arguments(
                 "linker": "TimedLinker",
                 "linker_module_path": "lwkv.benchmarks.sglang.timed_linker",
                 "linker_extra_config": {
+                    **settings,
                     "max_local_cpu_size": host_gib,
                     "extra_config": extra,
                     "times": str(times),
@@ -268,7 +274,9 @@ def main() -> int:
     parser.add_argument("--suffix", type=int, default=256, help="new tokens")
     parser.add_argument("--repeats", type=int, default=6, help="runs of which a median is taken")
     parser.add_argument(
-        "--modes", default=",".join(MODES), help=f"engines to measure, by comma; there is {TWO_STREAMS}, too"
+        "--modes",
+        default=",".join(MODES),
+        help=f"engines to measure, by comma; these, too: {', '.join(VARIANTS)}",
     )
     parser.add_argument(
         "--graphs", action="store_true", help="with SGLang's breakable CUDA graphs for prefills"

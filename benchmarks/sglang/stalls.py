@@ -52,6 +52,11 @@ class Stalls:
         if self._marks is not None:
             self._marks.behind.append(self._record())
 
+    def is_over(self) -> bool:
+        """Whether the device is past all marks."""
+        marks = self._marks
+        return marks is None or not marks.behind or self._platform.query(marks.behind[-1])
+
     def take(self, index: int) -> dict[str, float]:
         """Milliseconds on the device of load `index`, whose model has ended; empty if it was not marked."""
         marks, self._marks = self._marks, None

@@ -76,7 +76,9 @@ class TimedLinker(LWKVLinker):
         self._ms, self._ended = {}, index
 
     def _write(self, index: int) -> None:
-        """Write what was found up to batch `index`, when its answer is on its way: files would delay it."""
+        """Write what was found up to batch `index` once the device is past it: files delay answers."""
+        if not self._stalls.is_over():
+            return
         self._ended = None
         self._file.write_text(json.dumps(self._batches))
         found = self._stalls.take(index)

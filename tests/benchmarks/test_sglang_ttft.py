@@ -115,7 +115,7 @@ def test_more_prefixes_are_visited_than_the_device_holds(decoders: int) -> None:
     assert seeds[: plan.num_prefixes] == sorted(set(seeds))[: plan.num_prefixes]
 
 
-@pytest.mark.parametrize("mode", [*sglang_ttft.MODES, sglang_ttft.TWO_STREAMS])
+@pytest.mark.parametrize("mode", sorted({*sglang_ttft.MODES, *sglang_ttft.VARIANTS}))
 def test_only_what_a_mode_is_about_differs_in_the_engines_arguments(mode: str, tmp_path: Path) -> None:
     def arguments(mode: str) -> dict[str, Any]:
         return engine_arguments(mode, tmp_path, TINY, Plan(8192, 256, 3), 2.0, tmp_path / "times")

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lwkv.kernels.triton.launch import start
+
 Grid = tuple[int, int, int]
 
 
@@ -45,7 +47,7 @@ class Kernel:
         # What is compiled takes addresses: its launcher asks the driver about every tensor.
         addresses = [tensor.data_ptr() for tensor in tensors]
         given = [addresses[pointer.number] for pointer in self._pointers]
-        self._compiled[grid](*given, *numbers, *self._constants, stream=handle)
+        start(self._compiled, grid, handle, (*given, *numbers, *self._constants))
 
     def _compile(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
         views = self._views(tensors)

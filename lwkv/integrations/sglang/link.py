@@ -128,8 +128,7 @@ class CacheLink:
 
         What was handed over since is begun, and loads that are over are given back.
         """
-        if self._loads.ended:
-            self._loads.give_back()
+        self._loads.next_round()
         self._promises.expire()
         return self._offloads.num_completed()
 

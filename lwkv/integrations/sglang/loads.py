@@ -57,9 +57,6 @@ class Loads:
         num_layers: of the target model. Those of draft models come behind them, and are waited for with the
             last of these.
         streams: SGLang's: what is loaded comes behind all that they hold when a batch starts.
-
-    Attributes:
-        ended: those of batches that are over, which `give_back` is for.
     """
 
     def __init__(
@@ -79,7 +76,8 @@ class Loads:
         self._streams = streams
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, Batch] = {}
-        self.ended: list[PinnedLoad] = []
+        self._ended: list[PinnedLoad] = []
+        self._answered: list[PinnedLoad] = []
         self._last = NO_BATCH
         self._throttle = LogThrottle(log)
 
@@ -138,8 +136,8 @@ class Loads:
         if batch is None:
             return True
         loaded = batch.load.finish()
-        # Not yet given back: SGLang has an answer to send.
-        self.ended.append(batch.load)
+        # Not yet given back: the model computes now, and then SGLang has an answer to send.
+        self._ended.append(batch.load)
         if batch.waited_for < self._num_layers:
             self._rest_until = math.inf
             self._throttle.warn(
@@ -161,14 +159,24 @@ class Loads:
         batches, self._batches = self._batches, {}
         for batch in batches.values():
             batch.load.finish()
-            self.ended.append(batch.load)
+            self._ended.append(batch.load)
         self.give_back()
 
+    def next_round(self) -> None:
+        """Have what was ended before the round before given back, in the background.
+
+        Called in every round of SGLang's scheduler. With overlap a batch is answered in the round behind the
+        one that launches it.
+        """
+        if self._answered or self._ended:
+            for load in self._answered:
+                load.give_back()
+            self._answered, self._ended = self._ended, []
+
     def give_back(self) -> None:
-        """Have pins and tables of batches that are over given back, in the background."""
-        ended, self.ended = self.ended, []
-        for load in ended:
-            load.give_back()
+        """The same of all that has ended."""
+        self.next_round()
+        self.next_round()
 
     def _unpin(self, loads: Sequence[QueuedLoad]) -> None:
         for load in loads:

@@ -26,6 +26,8 @@ def run(cpu: CPU, stalls: Stalls, index: int, wait: Callable[[int], None]) -> di
             wait(layer)
             if is_marked:
                 stalls.behind()
+    while not stalls.is_over():
+        time.sleep(0.001)
     return stalls.take(index)
 
 

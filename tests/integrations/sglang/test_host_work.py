@@ -49,8 +49,9 @@ class Batches:
         self.link.num_completed_offloads()
 
     def give_back(self) -> None:
-        """What the scheduler's next round does with a load that is over."""
-        self.link.num_completed_offloads()
+        """What the scheduler's next two rounds do with a load that is over."""
+        for _ in range(2):
+            self.link.num_completed_offloads()
 
     def store_new(self) -> None:
         """Other pages than those that are there; once."""
@@ -124,7 +125,7 @@ def test_a_batch_takes_no_more_calls_than_it_used_to() -> None:
     """64 of a load are SGLang's two waits for each of 32 layers."""
     calls = measured(64, calls_within)
     assert calls["load"] <= 376
-    assert calls["give back"] <= 6
+    assert calls["give back"] <= 10
     assert calls["store"] <= 60
 
 
@@ -199,13 +200,14 @@ def test_a_store_wakes_the_thread_that_ends_it_once(batches: Batches) -> None:
 
 
 def test_a_load_wakes_the_thread_that_ends_it_when_its_answer_is_on_its_way(batches: Batches) -> None:
+    """With the overlap schedule that is after the next round has asked."""
     assert calls_of("submit", batches.load) == 0
-    assert calls_of("submit", batches.give_back) == 1
+    assert [calls_of("submit", batches.link.num_completed_offloads) for _ in range(3)] == [0, 1, 0]
 
 
-def test_asking_for_completed_stores_takes_three_calls_where_there_are_none(batches: Batches) -> None:
+def test_asking_for_completed_stores_takes_four_calls_where_there_are_none(batches: Batches) -> None:
     """SGLang's scheduler asks in every round; no event is asked for, and no lock is taken."""
-    assert calls_within(batches.link.num_completed_offloads) == 3
+    assert calls_within(batches.link.num_completed_offloads) == 4
 
 
 def test_few_lines_are_run_for_a_page() -> None:
