@@ -22,6 +22,11 @@ from lwkv.transfer import Transfer
 MOST_COPIES = 128
 MORE_LAYERS = 3
 """By how many layers what is queued is farther ahead after each layer."""
+FIRST_BUFFERS = 4
+"""Staging buffers that are filled and emptied before the model is launched, for layers that are all known.
+
+Meanwhile the engine prepares the batch, for some milliseconds, in which the link would have nothing to do.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +104,15 @@ class Loader(ABC, Generic[LoadT]):
         if not (known and self._lookahead_layers):
             return self._lookahead_layers if layer >= FIRST_LAYERS else 0
         return min(MORE_LAYERS * layer, max(8, MOST_COPIES // max(load.plan.num_slices, 1)) - 1)
+
+    def layers_at_first(self, load: LoadT) -> int:
+        """How many layers, all of whose pages are known, are queued before the model is launched."""
+        layers = self._layers_from(load, 0).stop
+        if self._lookahead_layers:
+            for _ in range(1, FIRST_BUFFERS // max(load.plan.num_slices, 1)):
+                if layers < self._num_layers:
+                    layers = self._layers_from(load, layers).stop
+        return layers
 
     def load_layer(self, load: LoadT, layer: int, pages: Int64s) -> None:
         """Queue all that brings a layer from its pages to its place on the device: copies, kernels, an event.

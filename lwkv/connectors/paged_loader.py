@@ -27,6 +27,9 @@ class PagedLoader(Loader[Load]):
         return load
 
     def load_layers(self, load: Load, layers: range, pages: Int64s) -> None:
+        if load.prefilled and layers:
+            self.load_layer(load, layers.start, pages[layers.start])
+            layers = layers[1:]
         if self._is_plain(load):
             self._load_plain(load, layers)
         else:

@@ -49,10 +49,10 @@ class PinnedLoad:
     to miss, so that the host does little more for many chunks than for few. The pins are the load's from here
     on. A device that fails, or has no memory, ends the load of all chunks; it never raises.
 
-    The first copies and the first layer are queued by the constructor, the other layers by `wait`, ahead of
-    the model. All on the caller's thread: another thread of Python gets its turn after up to 5 ms only, while
-    the model is being launched, and takes as much from it. Until `finish` no other load or save may be begun.
-    `give_back` ends it, in the background.
+    A few layers are queued by the constructor: the batch is prepared between that and the model's launch. The
+    others are queued by `wait`, ahead of the model. All on the caller's thread: another thread of Python gets
+    its turn after up to 5 ms only, while the model is being launched, and takes as much from it. Until `finish`
+    no other load or save may be begun. `give_back` ends it, in the background.
 
     Args:
         loads: all of one batch.
@@ -139,7 +139,7 @@ class PinnedLoad:
         self._pages = self._all_pages()
         self._load = load = self._loader.begin_load(transfer, self._pages)
         self._loader.come_behind(load, let_wait)
-        self._queue_ahead(load, 0)
+        self._queue_up_to(load, self._loader.layers_at_first(load) - 1)
 
     def _all_pages(self) -> Int64s:
         """The pages of every layer, int64 (layers, chunks)."""

@@ -98,9 +98,10 @@ def test_the_model_is_launched_with_layers_queued_ahead_and_the_host_waits_for_n
         mark(load, layers)
 
     monkeypatch.setattr(loader, "_mark_arrived", noted)
+    monkeypatch.setattr("lwkv.connectors.loader.FIRST_BUFFERS", 2)
     with held_completions(engine):
         load = begin(engine, pinned(engine, ONE, INTO_ONE))
-        assert queued == [0]
+        assert queued == [0, 1]
         for layer in range(LAYERS):
             load.wait(layer)
             assert len(queued) >= min(layer + 2, LAYERS)

@@ -14,6 +14,7 @@ from integrations.sglang.fake_sglang import PoolTransfer, hashes_of
 from oracle import Dims, Oracle
 from properties.test_host_work import ROOT, calls_within
 
+from lwkv.connectors.loader import FIRST_BUFFERS
 from lwkv.integrations.sglang.link import CacheLink
 from lwkv.platforms.cpu import CPU
 
@@ -175,6 +176,22 @@ def test_a_load_takes_four_calls_of_the_driver_for_a_staging_buffer(batches: Bat
     counts = driver_calls_within(batches.platform, batches.load)
     each = dict.fromkeys(("load_batch", "launch", "record", "wait_event"), 19)
     assert counts == {**each, "wait_stream": 1}
+
+
+def test_the_link_has_something_to_do_while_sglang_prepares_a_batch(batches: Batches) -> None:
+    """Four buffers are queued at the start, with six layers in them; the first wait queues nothing more."""
+    link, transfer = batches.link, PoolTransfer(batches.hashes, batches.loaded)
+    link.lookup("one", [PoolTransfer(batches.hashes)])
+    assert link.load("one", [transfer])
+    assert driver_calls_within(batches.platform, link.start_layer_wise_loading)["launch"] == FIRST_BUFFERS
+    counter = link.layer_counter
+    counter.set_consumer(link._loads._last)
+    launches = [driver_calls_within(batches.platform, lambda: counter.wait_until(0))["launch"]]
+    for layer in range(1, LAYERS):
+        counter.wait_until(layer)
+    assert launches == [0]
+    assert link.finish_layer_wise_loading(counter.consumer_index)
+    batches.give_back()
 
 
 def test_a_load_asks_for_the_current_stream_once_a_layer(batches: Batches) -> None:
