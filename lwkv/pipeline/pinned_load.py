@@ -51,8 +51,8 @@ class PinnedLoad:
 
     A few layers are queued by the constructor: the batch is prepared between that and the model's launch. The
     others are queued by `wait`, ahead of the model. All on the caller's thread: another thread of Python gets
-    its turn after up to 5 ms only, while the model is being launched, and takes as much from it. Until `finish`
-    no other load or save may be begun. `give_back` ends it, in the background.
+    its turn after up to 5 ms only, while the model is being launched, and takes as much from it. Until
+    `finish` no other load or save may be begun. `give_back` ends it, in the background.
 
     Args:
         loads: all of one batch.
