@@ -25,6 +25,12 @@ from lwkv.transfer import Chunking, Transfer
 
 log = logging.getLogger(__name__)
 
+NEXT_LAYERS = 4
+"""As many layers behind one that is waited for are on their way: before these are fewer no more are queued.
+
+Then several are queued in a row, which takes less time than one by one.
+"""
+
 LetWait: TypeAlias = Callable[[Stream], object]
 
 
@@ -96,7 +102,7 @@ class PinnedLoad:
         load = self._load
         if load is None:
             return
-        if self._queued < self._num_layers:
+        if self._queued < min(layer + 1 + NEXT_LAYERS, self._num_layers):
             self._queue_ahead(load, min(layer + 1, self._num_layers - 1))
         # Layers that came together have one event: one wait is enough for them.
         stream = self._platform.current_stream(self._device)

@@ -127,7 +127,7 @@ def test_a_batch_takes_no_more_calls_than_it_used_to() -> None:
     calls = measured(64, calls_within)
     assert calls["load"] <= 376
     assert calls["give back"] <= 10
-    assert calls["store"] <= 60
+    assert calls["store"] <= 66
 
 
 def driver_calls_within(platform: CPU, work: Callable[[], object]) -> Counter[str]:
