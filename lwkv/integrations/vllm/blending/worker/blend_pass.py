@@ -100,7 +100,8 @@ class BlendPass:
             asking = ask(self._layers, self._cache, self._reuse, *self._asking, wait)
             paid = yield from self._counted(asking, whole)
         self._choose_first(paid)
-        self._row_layers += yield from self._counted(self._compute(wait), whole)
+        last = yield from self._counted(self._compute(wait), whole)
+        self._row_layers += last
         return Computed(len(self._positions) - len(self._always), self._row_layers)
 
     def _counted(self, layers: Generator[int, None, T], whole: int) -> Generator[float, None, T]:

@@ -243,7 +243,10 @@ def test_more_are_computed_where_that_hides_behind_the_loading(rig: Rig) -> None
     shares = Shares(0.15, controller, connector.platform, connector.device, rig.counters)
     rig.worker.controlled = ControlledShare(shares, rig.layers.num_layers, 1, 1000)
     order = order_of(tokens, request, 46)
+    noted, note, before = list[int](), shares.note, rig.layers.num_rows
+    shares.note = lambda work, rows, pace: (noted.append(rows), note(work, rows, pace))[1]  # type: ignore
     assert rig.run([order]) == set()
+    assert noted == [rig.layers.num_rows - before]
     first = int(rig.counters.totals()["blend_tokens_chosen"])
     assert first == round(0.15 * 42)
     assert rig.counters.totals()["blend_decisions_unmeasured"] == 1
