@@ -27,7 +27,7 @@ from lwkv.benchmarks.trace.recorder import Recorder, Trace
 from lwkv.benchmarks.transfers.moves import alternate
 from lwkv.platforms import detect_platform
 
-PARTS = ("raw", "lossless", "settings", "bare")
+PARTS = ("raw", "lossless", "fp8", "settings", "bare")
 MIB = 1 << 20
 SETTINGS: dict[str, dict[str, int]] = {
     "four buffers, 512 MiB": {"staging_buffers": 4, "staging_bytes": 512 * MIB},

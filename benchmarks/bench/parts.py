@@ -45,7 +45,7 @@ PARTS = {
     "interference": Part("The model's kernels beside a transfer", measure_interference, on_host=False),
     "host": Part("Host time", measure_host),
     "profile": Part("What is not the link", measure_profile),
-    "codec": Part("Raw and lossless pages", measure_codec),
+    "codec": Part("Raw, lossless and fp8 pages", measure_codec),
     "kernels": Part("Kernels alone", measure_kernels),
     "kinds": Part("Several kinds of caches", measure_kinds),
     "sweep": Part("Chunk sizes, layouts, batches", measure_sweep),

@@ -75,13 +75,16 @@ class MeasuredEngine:
     def fill(self) -> None:
         """Write random bytes to all caches, behind what the start of the engine queued.
 
-        Where pages are coded, random values as a model's: of random bytes no page shrinks.
+        Where pages are coded, random values as a model's: of random bytes no page shrinks. For fp8 those that
+        it keeps as they are.
         """
         self.platform.synchronize_device(self.device)
         for memory in self._memory:
             if self.engine.connector.codec.is_coded:
                 scales = torch.rand(memory.shape[-1], device=memory.device).mul_(3).exp_()
                 memory.normal_().mul_(scales)
+                if self.engine.connector.codec.name == "fp8":
+                    _coarsen(memory)
             else:
                 memory.view(torch.uint8).random_(0, 256)
 
@@ -179,6 +182,13 @@ def _new_memory(shape: Shape, num_blocks: int, layout: str, device: torch.device
         "vllm_bhn2d": (num_blocks, block, heads, 2 * size),
     }
     return torch.zeros(sizes[layout], dtype=shape.dtype, device=device)
+
+
+def _coarsen(memory: torch.Tensor) -> None:
+    """Leave four significant bits of floats, none of which is much smaller than others."""
+    memory.copy_(torch.where(memory.abs() < 2.0**-5, 1, memory))
+    words = memory.view({2: torch.int16, 4: torch.int32}[memory.itemsize])
+    words.bitwise_and_(-1 << {torch.bfloat16: 4, torch.float16: 7, torch.float32: 20}[memory.dtype])
 
 
 def _as_registered(memory: torch.Tensor, layout: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Raw and lossless pages: loads, saves and both at once of each, and the kernels of the codec alone."""
+"""Raw, lossless and fp8 pages: loads, saves and both at once of each; the kernels of lossless ones alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lwkv.benchmarks.bench.run import Bench
 from lwkv.benchmarks.measuring.shapes import Shape
 from lwkv.benchmarks.transfers.moves import Move, measure_moves
 from lwkv.codecs.choice import coders_for
+from lwkv.codecs.fp8_form import Fp8Form
 from lwkv.codecs.lossless_form import LosslessForm
 from lwkv.codecs.page_codec import Coder
 
@@ -85,7 +86,12 @@ def measure_codec(bench: Bench) -> CodecSpeeds:
     """Move a prompt with each codec; then decode and code a layer's pages with each tuning of the kernels."""
     bench = replace(bench, shape=replace(bench.shape, dtype=torch.bfloat16))
     form = _form(bench.shape)
-    sizes = {"raw": 1.0, "lossless": form.page_bytes / form.raw_bytes}
+    fp8 = Fp8Form(form.rows, form.width, torch.bfloat16)
+    sizes = {
+        "raw": 1.0,
+        "lossless": form.page_bytes / form.raw_bytes,
+        "fp8": fp8.page_bytes / fp8.raw_bytes,
+    }
     codecs = [
         CodecMoves(name, size, measure_moves(replace(bench, page_codec=name)).moves)
         for name, size in sizes.items()

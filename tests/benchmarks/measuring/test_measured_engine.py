@@ -36,6 +36,15 @@ def test_places_agree_only_after_a_load(measured: MeasuredEngine) -> None:
     assert not measured.places_agree()
 
 
+def test_what_fills_the_caches_is_kept_by_fp8_pages_as_it_is(bench: Bench) -> None:
+    with bench.new_engine(24, prompts=2, config={"page_codec": "fp8"}) as measured:
+        measured.fill()
+        kept = measured.new_prompt()
+        measured.keep(kept)
+        measured.load(kept)
+        assert measured.places_agree()
+
+
 def test_one_wrong_byte_is_enough_to_disagree(measured: MeasuredEngine) -> None:
     kept = measured.new_prompt()
     measured.keep(kept)

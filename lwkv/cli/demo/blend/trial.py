@@ -114,7 +114,6 @@ class Trial:
             blend_min_tokens=0,
         )
         self.engine: CacheEngine = open_cache_engine(config, model, self._cache, "trial", platform=platform)
-        self._between = tokenizer.encode(_BETWEEN)
         self._chat = tokenizer.encode(_CHAT[0].format(_SYSTEM))
         self._prefixes: dict[Behind, SharedPrefix] = {
             Behind.NOTHING: (),
@@ -129,13 +128,7 @@ class Trial:
 
     def begin(self, task: Task) -> None:
         """Compute the task in full."""
-        self.tokens, self.segments = list(self._chat), []
-        for text in task.documents:
-            self.tokens += self._between
-            document = self.tokenizer.encode(text)
-            self.segments.append(Segment(len(self.tokens), len(self.tokens) + len(document)))
-            self.tokens += document
-        self.tokens += self.tokenizer.encode(f"{_BETWEEN}{task.question}{_CHAT[1]}{task.opening}")
+        self.tokens, self.segments = prompt_of(task, self.tokenizer)
         started, process = time.perf_counter(), time.process_time()
         logits = self._forward(self.tokens, 0)[-1:]
         self.answer = [int(logits.argmax())]
@@ -199,3 +192,15 @@ class Trial:
         batch = build_batch([Part(tokens, start, self._blocks)], BLOCK_SIZE, self.model.device)
         everyone = torch.arange(len(tokens), device=self.model.device)
         return forward(self.model, self._cache, replace(batch, last_rows=everyone), NoCache())
+
+
+def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[list[int], list[Segment]]:
+    """A task's prompt, and where the documents are in it."""
+    tokens, segments = tokenizer.encode(_CHAT[0].format(_SYSTEM)), []
+    for text in task.documents:
+        tokens += tokenizer.encode(_BETWEEN)
+        document = tokenizer.encode(text)
+        segments.append(Segment(len(tokens), len(tokens) + len(document)))
+        tokens += document
+    tokens += tokenizer.encode(f"{_BETWEEN}{task.question}{_CHAT[1]}{task.opening}")
+    return tokens, segments
