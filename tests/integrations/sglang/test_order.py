@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from integrations.sglang.fake_sglang import FakeSGLang
@@ -54,3 +55,36 @@ def test_without_a_wait_the_bytes_are_wrong(
     monkeypatch.setattr(ModelStreams, wait, lambda self, stream: None)
     with pytest.raises(WrongBytesError):
         play(make, platform, own_stream)
+
+
+@pytest.mark.parametrize("first_buffers", [1, 4], ids=["by waits", "at the start"])
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_the_model_comes_behind_the_layers_of_a_load_that_is_late(
+    make: Callable[..., FakeSGLang],
+    platform: Platform,
+    monkeypatch: pytest.MonkeyPatch,
+    first_buffers: int,
+    is_waited_for: bool,
+) -> None:
+    """Whenever its layers are queued: without the waits the model reads what was there before."""
+    if platform.device_type != "cpu":
+        pytest.skip("without the wait a real device may still be in time; the CPU is late on purpose")
+    monkeypatch.setattr("lwkv.connectors.loader.FIRST_BUFFERS", first_buffers)
+    sglang = make()
+    sglang.run(A)
+    sglang.evict()
+    loader, waits = sglang.engine.connector.loader, list[object]()
+    let_wait = loader._let_wait
+
+    def note_wait(stream: object, event: object) -> None:
+        if is_waited_for:
+            let_wait(stream, event)
+        waits.append(event)
+
+    loader.lane.kernels.late = True
+    monkeypatch.setattr(loader, "_let_wait", note_wait)
+    sglang.is_spoiled = not is_waited_for
+    with nullcontext() if is_waited_for else pytest.raises(WrongBytesError):
+        sglang.run(A)
+        sglang.oracle.check()
+    assert len(waits) >= 3
