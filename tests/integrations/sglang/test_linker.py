@@ -128,6 +128,7 @@ def test_drafts_are_waited_for_with_the_last_layer(make: Callable[..., Any]) -> 
         ({"attn_cp_size": 2}, "attn_cp_size: got 2"),
         ({"page_size": 0}, "chunk_size"),
         ({"components": [FULL, SimpleNamespace(name="SWA")]}, "SWA"),
+        ({"components": [FULL, SimpleNamespace(name="MAMBA")]}, "MAMBA"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[..., Any], changed: dict[str, Any], text: str) -> None:
