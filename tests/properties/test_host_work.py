@@ -172,3 +172,32 @@ def test_a_load_and_a_store_take_no_more_calls_than_they_used_to(
     """As counted when each layer was a step of a generator."""
     most = {(run_steps, 1): 1659, (run_steps, 8): 1336, (run_worker, 1): 1963, (run_worker, 8): 1640}
     assert LAYERS < calls_within(lambda: work(engine)) <= most[work, layers_per_buffer]
+
+
+def run_decode_step(worker: WorkerSide, step: int) -> None:
+    """What vLLM calls in a step that moves nothing, whose graph is replayed as a whole."""
+    worker.begin(StepOrders(step, step - 1))
+    worker.look_up()
+    worker.encode()
+    worker.start_load(hooks_come=False)
+    worker.end()
+    assert worker.requests_ended() == worker.invalid_blocks() == set()
+    worker.report()
+    worker.new_counts()
+
+
+def test_a_step_that_only_decodes_costs_as_little_after_prompts_as_before(engine: CacheEngine) -> None:
+    worker = WorkerSide(engine, 0, BLOCK, clock=lambda: 0.0)
+    worker.new_counts()  # the next ones come a second later
+    before = calls_within(lambda: run_decode_step(worker, 1))
+    into, source = np.split(np.arange(1, BLOCKS), [len(LOADED) // BLOCK])
+    load = Move(np.array(LOADED), (), into, 0, len(LOADED))
+    worker.begin(StepOrders(2, 1, [load], [Move(np.array(STORED), (), source, 0, len(STORED))]))
+    worker.start_load()
+    for layer in range(LAYERS):
+        worker.wait_for_layer(f"layer_{layer}")
+        worker.save_layer(f"layer_{layer}")
+    worker.end()
+    assert engine.flush()
+    run_decode_step(worker, 3)  # reports what has come
+    assert calls_within(lambda: run_decode_step(worker, 4)) == before <= 22

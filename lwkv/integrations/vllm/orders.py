@@ -38,10 +38,12 @@ class Move:
 
     def slots(self, block_size: int) -> Int64s:
         """Each token's slot, int64 (tokens,); NO_SLOT for those that are not moved or have no block."""
-        places = np.arange(self.first, min(self.end, len(self.blocks) * block_size))
-        blocks = self.blocks[places // block_size]
+        first, end = self.first // block_size, -(-self.end // block_size)
+        blocks = self.blocks[first:end, None]
+        rows = np.where(blocks == NULL_BLOCK, NO_SLOT, blocks * block_size + np.arange(block_size))
         slots = np.full(len(self.tokens), NO_SLOT, np.int64)
-        slots[places] = np.where(blocks == NULL_BLOCK, NO_SLOT, blocks * block_size + places % block_size)
+        end = min(self.end, len(self.blocks) * block_size)
+        slots[self.first : end] = rows.ravel()[self.first - first * block_size : end - first * block_size]
         return slots
 
 

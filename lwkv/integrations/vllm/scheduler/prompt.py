@@ -18,7 +18,8 @@ def token_ids(request: Any, num_tokens: int, first: int = 0) -> Int64s:
     Placeholders of images and other media are the same in every prompt. Each is replaced by 62 bits out of
     its medium's own identifier, so that keys depend on every medium and on where it stands.
     """
-    ids = np.array(request.all_token_ids[first:num_tokens], np.int64)
+    tokens = request.all_token_ids[first:num_tokens]
+    ids = np.fromiter(tokens, np.int64, len(tokens))  # in less time than np.array
     for feature in getattr(request, "mm_features", None) or ():
         offset, length = feature.mm_position.offset, feature.mm_position.length
         # The range may begin or end within a medium.

@@ -11,9 +11,10 @@ import numpy as np
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, packed
 from lwkv.integrations.vllm.scheduler.lookup.costs import Choice
 from lwkv.integrations.vllm.scheduler.lookup.found_chunks import FoundChunks
-from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex, RankKeys
+from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.request_chunks import RequestChunks
 from lwkv.platforms.protocol import Int64s
+from lwkv.storage.tier import HOST
 from lwkv.transfer import Chunking
 
 
@@ -108,9 +109,13 @@ class RequestState:
             return []
         keys = self.chunks.keys(index, end)
         chunks = range(begin // size, -(-end // size))
-        missing = [chunk for chunk in chunks if self._may_be_missing(index, keys, chunk)]
-        firsts = [chunk for chunk in missing if chunk - 1 not in missing]
-        ends = [min(end, size * (chunk + 1)) for chunk in missing if chunk + 1 not in missing]
+        kept = index.are_kept(keys, chunks)
+        missing = {
+            chunk for chunk, there in zip(chunks, kept, strict=True) if self._may_be_missing(chunk, there)
+        }
+        firsts = [chunk for chunk in chunks if chunk in missing and chunk - 1 not in missing]
+        lasts = [chunk for chunk in chunks if chunk in missing and chunk + 1 not in missing]
+        ends = [min(end, size * (chunk + 1)) for chunk in lasts]
         return [TokenRange(size * first, last, last) for first, last in zip(firsts, ends, strict=True)]
 
     def store_rest(self, index: ChunkIndex, in_place: int) -> list[TokenRange]:
@@ -148,16 +153,21 @@ class RequestState:
         ids = self.chunks.ids(span.num_tokens)
         return Move(ids, self.chunks.salts, _block_row(blocks, block_size, span), span.first, span.end, keys)
 
-    def _may_be_missing(self, index: ChunkIndex, keys: RankKeys, chunk: int) -> bool:
-        """Whether a chunk is to be stored, unless its rank finds it in host memory then."""
-        if not self.found.has(chunk):
-            return not index.has(keys, chunk)
-        if not self.found.are_in_host(range(chunk, chunk + 1)):
+    def _may_be_missing(self, chunk: int, is_kept: bool) -> bool:
+        """Whether a chunk is to be stored, unless its rank finds it in host memory then.
+
+        Args:
+            is_kept: whether it is in every rank's host memory, as far as is known.
+        """
+        tier = self.found.tier_of(chunk)
+        if tier is None:
+            return not is_kept
+        if tier != HOST:
             return False
         # What was found in host memory and is computed nevertheless was behind a gap: it is the first to go,
         # and may go before the scheduler hears of it.
         is_computed = chunk * self.chunks.chunking.chunk_size >= self._begun_with
-        return is_computed or not index.has(keys, chunk)
+        return is_computed or not is_kept
 
     def _set_back(self, computed: int) -> None:
         """Compute again from `computed` on: what was found from there on could not be loaded."""

@@ -111,9 +111,9 @@ class Requests:
 
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
         """Learn which blocks vLLM will compute again. What is behind them depends on them."""
-        self._stale.add(blocks)
         if not blocks:
             return
+        self._stale.add(blocks)
         for tracked in self._tracked.values():  # vLLM sets requests back
             self.wake(tracked)
         for tracked in (*self._tracked.values(), *self._ended):

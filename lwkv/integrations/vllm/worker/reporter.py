@@ -23,6 +23,7 @@ class Reporter:
         self._info = info
         self._prefetches = prefetches
         self.presence = Presence(engine.parts().storage)
+        self._has_lower_tiers = bool(engine.parts().storage.lower.guards)
         self._failed: list[ChunkKey] = []
         self._accepted: list[ChunkKey] = []
         self._outcome: tuple[int, bool] | None = None
@@ -48,8 +49,8 @@ class Reporter:
         failed = [key.hash for key in self._failed]
         self._accepted, self._failed = [], []
         outcome, self._outcome = self._outcome, None
-        unread = self._new_unread_tiers()
-        read = self._new_reads()
+        unread = self._new_unread_tiers() if self._has_lower_tiers else None
+        read = self._new_reads() if self._has_lower_tiers else {}
         if outcome is None and unread is None and not (kept or dropped or failed or fetched or read):
             return None
         step, stored = outcome or (0, True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import torch
 
-from lwkv.engine import CacheEngine, Request
+from lwkv.engine import CacheEngine
 from lwkv.errors import LwkvError
 from lwkv.integrations.host_memory import wait_for_memory
 from lwkv.integrations.vllm.blending.worker.side import BlendWorker
@@ -19,6 +19,7 @@ from lwkv.integrations.vllm.worker.meter import WorkerMeter
 from lwkv.integrations.vllm.worker.reporter import Reporter
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
+from lwkv.request import AnyRequest, KeyedSlots, Request
 from lwkv.steps import LayerSteps
 from lwkv.storage.prefetch import Prefetches
 from lwkv.telemetry.counters import Counters
@@ -76,7 +77,8 @@ class WorkerSide:
         self._store_steps = LayerSteps(engine)
         self._throttle = LogThrottle(log)
         self._orders = StepOrders(0, 0)
-        self._loads: list[Request] = []
+        self._move_keys: dict[int, list[ChunkKey]] = {}
+        self._load_slots: list[Int64s] = []
         self._failed_step = 0
         self._invalid: set[int] = set()
         self._fails = fails
@@ -97,7 +99,8 @@ class WorkerSide:
         """Take the orders of a step, the same ones any number of times; the one before has ended."""
         if orders is self._orders:
             return
-        if not self._ended:  # what it was to store is given up
+        has_ended = self._ended
+        if not has_ended:  # what it was to store is given up
             self._requests_ended.update(self._orders.ended)
             self._count_dropped()
         self._orders = orders
@@ -107,12 +110,9 @@ class WorkerSide:
         if self._blending is not None:
             self._blending.begin_step(orders.blends, orders.encodes, orders.is_empty)
         self._fetch(orders)
-        for move in (*orders.loads, *orders.stores):
-            self._take_over_keys(move)
         # Without any, too: what a step has begun that never ended is given up.
-        self._loads = [self._load_request(move) for move in orders.loads]
-        self._announce(self._load_steps, self._loads, ())
-        self._announce(self._store_steps, (), [self._store_request(move) for move in orders.stores])
+        if orders.moves_anything or not has_ended:
+            self._announce_moves(orders)
 
     def look_up(self) -> None:
         """Start to copy the first layers of all loads; vLLM may still clear the blocks that they go to."""
@@ -214,16 +214,34 @@ class WorkerSide:
             namespace, hashes = fetch.keys[self.info.rank]
             self._prefetches.begin(fetch.number, unpacked(namespace, hashes), fetch.first, fetch.pins)
 
-    def _load_request(self, move: Move) -> Request:
-        """Chunks wholly in front of the first token that is loaded are not asked for, nor held."""
-        slots = move.slots(self._block_size)
-        is_behind = np.logical_or.accumulate(slots != NO_SLOT)
-        return Request(move.tokens, slots, is_behind, move.salts)
+    def _announce_moves(self, orders: StepOrders) -> None:
+        self._move_keys = {id(move): self._take_over_keys(move) for move in (*orders.loads, *orders.stores)}
+        self._load_slots = [move.slots(self._block_size) for move in orders.loads]
+        loads = list(zip(orders.loads, self._load_slots, strict=True))
+        stores = [(move, move.slots(self._block_size)) for move in orders.stores]
+        # Chunks wholly in front of the first token that is loaded are not asked for, nor held.
+        firsts = [_num_leading(slots) for slots in self._load_slots]
+        self._announce(self._load_steps, self._requests(loads, firsts), ())
+        self._announce(self._store_steps, (), self._requests(stores, [0] * len(stores)))
 
-    def _store_request(self, move: Move) -> Request:
-        return Request(move.tokens, move.slots(self._block_size), salts=move.salts)
+    def _requests(
+        self, moves: Sequence[tuple[Move, Int64s]], firsts: Sequence[int]
+    ) -> list[Request] | list[KeyedSlots]:
+        """The requests for moves with their slots; the first tokens, so many, are not asked for.
 
-    def _announce(self, steps: LayerSteps, loads: Sequence[Request], stores: Sequence[Request]) -> None:
+        Without the tokens where all keys are known: to check and to copy a long prompt takes a while.
+        """
+        keys = [self._move_keys[id(move)] for move, _ in moves]
+        size = self.engine.config.chunk_size
+        if all(len(own) * size == len(slots) for own, (_, slots) in zip(keys, moves, strict=True)):
+            rows = zip(keys, moves, firsts, strict=True)
+            return [KeyedSlots(own, slots, first) for own, (_, slots), first in rows]
+        return [
+            Request(move.tokens, slots, np.arange(len(slots)) >= first, move.salts)
+            for (move, slots), first in zip(moves, firsts, strict=True)
+        ]
+
+    def _announce(self, steps: LayerSteps, loads: Sequence[AnyRequest], stores: Sequence[AnyRequest]) -> None:
         try:
             steps.begin(loads, stores)
         except LwkvError:
@@ -247,9 +265,9 @@ class WorkerSide:
         for name in self._draft_layers if self._is_waited_for else ():
             self._load_steps.wait_for_layer_load(name)
         masks = self._load_steps.wait_for_save().loaded
-        arrived = masks or [torch.zeros(len(load.tokens), dtype=torch.bool) for load in self._loads]
-        for move, load, mask in zip(self._orders.loads, self._loads, arrived, strict=True):
-            missing = np.flatnonzero((load.slot_mapping != NO_SLOT) & ~mask.numpy())
+        arrived = masks or [torch.zeros(len(slots), dtype=torch.bool) for slots in self._load_slots]
+        for move, slots, mask in zip(self._orders.loads, self._load_slots, arrived, strict=True):
+            missing = np.flatnonzero((slots != NO_SLOT) & ~mask.numpy())
             if len(missing):
                 self._fail(move, missing)
 
@@ -292,11 +310,21 @@ class WorkerSide:
         if self._orders.stores:
             self._counters.add("stores_dropped", len(self._orders.stores))
 
-    def _take_over_keys(self, move: Move) -> None:
+    def _take_over_keys(self, move: Move) -> list[ChunkKey]:
+        """The keys of all chunks of a move, where they came with it and are this rank's; else none."""
         namespace, hashes = move.keys[self.info.rank] if self.info.rank < len(move.keys) else ("", b"")
-        if namespace == self.engine.namespace:
-            self.engine.remember(move.tokens, move.salts, unpacked(namespace, hashes))
+        if namespace != self.engine.namespace:
+            return []
+        keys = unpacked(namespace, hashes)
+        self.engine.remember(move.tokens, move.salts, keys)
+        return keys
 
     def _keys(self, move: Move) -> list[ChunkKey]:
         # As the engine has them: they are hashed once.
         return self.engine.keys(move.tokens, move.salts)
+
+
+def _num_leading(slots: Int64s) -> int:
+    """How many tokens come before the first that has a slot."""
+    has_slot = slots != NO_SLOT
+    return int(has_slot.argmax()) if has_slot.any() else len(slots)

@@ -108,14 +108,14 @@ class FoundChunks:
         size, first, end = self.chunks.chunking.chunk_size, self.num_local, self.num_local + num_loaded
         tokens: Counter[str] = Counter()
         for chunk in range(first // size, -(-end // size)):
-            tier = self._tiers[chunk] if self.has(chunk) else None
+            tier = self.tier_of(chunk)
             if tier is not None:
                 tokens[tier] += min(end, (chunk + 1) * size) - max(first, chunk * size)
         return tokens
 
-    def has(self, chunk: int) -> bool:
-        """Whether a chunk was cached, in any tier, when the request began to run."""
-        return chunk < len(self._tiers) and self._tiers[chunk] is not None
+    def tier_of(self, chunk: int) -> str | None:
+        """Where a chunk was cached when the request began to run; None for in no tier."""
+        return self._tiers[chunk] if chunk < len(self._tiers) else None
 
     def forget_from(self, chunk: int) -> None:
         """Take this chunk, and those behind it, for not cached."""

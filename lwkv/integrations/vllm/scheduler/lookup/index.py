@@ -172,7 +172,14 @@ class ChunkIndex:
 
     def has(self, keys: RankKeys, chunk: int) -> bool:
         """Whether a chunk is in every rank's host memory."""
-        return bool(keys) and all(own[chunk].hash in rank.kept for rank, own in self._each(keys))
+        return self.are_kept(keys, range(chunk, chunk + 1))[0]
+
+    def are_kept(self, keys: RankKeys, chunks: range) -> list[bool]:
+        """Which of these chunks are in every rank's host memory; none before all ranks are known."""
+        kept = [True] * len(chunks) if keys else [False] * len(chunks)
+        for rank, own in self._each(keys):
+            kept = [there and own[chunk].hash in rank.kept for there, chunk in zip(kept, chunks, strict=True)]
+        return kept
 
     def found(self, keys: RankKeys) -> list[str | None]:
         """The tier of each chunk that every rank has, or None; empty before all ranks are known.
@@ -184,7 +191,8 @@ class ChunkIndex:
     def found_in(self, chains: Sequence[RankKeys]) -> list[Sequence[str | None]]:
         """As `found`, for chunks of several texts; each tier is asked once for all of them."""
         by_rank = [rank.found(own) for rank, own in self._each_of(chains)]
-        found = [_farther(tiers) for tiers in zip(*by_rank, strict=True)]
+        is_alone = len(by_rank) == 1
+        found = by_rank[0] if is_alone else [_farther(tiers) for tiers in zip(*by_rank, strict=True)]
         return _cut(found, [keys[0] if found else [] for keys in chains])
 
     def asks_lower_tiers(self, keys: RankKeys) -> bool:
