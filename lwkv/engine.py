@@ -239,10 +239,17 @@ class CacheEngine:
         """As `store_layer`, for several requests merged into one transfer a layer."""
         return store_steps(self.storing(requests, sync))
 
-    def retrieval(self, requests: Sequence[AnyRequest], sync: bool = True) -> BatchRetrieval:
-        """What `retrieve_batch` goes through step by step, for callers that go from layer to layer."""
+    def retrieval(
+        self, requests: Sequence[AnyRequest], sync: bool = True, within_s: float = float("inf")
+    ) -> BatchRetrieval:
+        """What `retrieve_batch` goes through step by step, for callers that go from layer to layer.
+
+        Args:
+            within_s: seconds after which lower tiers are not waited for any more.
+        """
         self._storage.host.announce()
-        return BatchRetrieval(check_loads(requests, *self._limits()), self._parts, sync)
+        checked = check_loads(requests, *self._limits())
+        return BatchRetrieval(checked, self._parts, sync, within_s=within_s)
 
     def storing(self, requests: Sequence[AnyRequest], sync: bool = True) -> BatchStoring:
         """What `store_batch` goes through step by step, for callers that go from layer to layer."""

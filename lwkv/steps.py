@@ -64,14 +64,23 @@ class LayerSteps:
         self._store: BatchStoring | None = None
         self.begin((), ())
 
-    def begin(self, loads: Sequence[AnyRequest], stores: Sequence[AnyRequest]) -> None:
+    def begin(
+        self,
+        loads: Sequence[AnyRequest],
+        stores: Sequence[AnyRequest],
+        load_within_s: float = float("inf"),
+    ) -> None:
         """Announce a step: what is to be loaded before its layers compute, what to be stored after.
 
         A step that has not ended is given up, and nothing of it is stored. Raises RequestError for requests
         that do not fit or are none, ClosedError for a closed engine, and then changes nothing.
+
+        Args:
+            load_within_s: seconds after which lower tiers are not waited for any more; what has not come is
+                not loaded.
         """
         loads, stores = as_requests(loads), as_requests(stores)
-        load = self._engine.retrieval(loads, self._layerwise) if loads else None
+        load = self._engine.retrieval(loads, self._layerwise, load_within_s) if loads else None
         store = self._engine.storing(stores) if stores else None
         for unfinished in (self._load, self._store):
             if unfinished is not None:

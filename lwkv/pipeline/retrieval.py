@@ -49,6 +49,8 @@ class BatchRetrieval:
         begin_load: given each request's transfer, and the pages as the loader's own, to say more of the load
             than which chunks it has.
         in_host: numbers of requests of which only what is in host memory is loaded.
+        within_s: seconds from the look-up on after which lower tiers are not waited for any more, if that is
+            before the end of a layer's own time.
 
     Attributes:
         is_open: whether `open` was called.
@@ -65,6 +67,7 @@ class BatchRetrieval:
         loader: Loader[Any] | None = None,
         begin_load: BeginLoad | None = None,
         in_host: Collection[int] = (),
+        within_s: float = float("inf"),
     ) -> None:
         self.num_layers = context.connector.num_layers
         self.reached = -1
@@ -75,6 +78,7 @@ class BatchRetrieval:
         self._sync = sync
         self._begin_load = begin_load
         self._in_host = in_host
+        self._within_s = within_s
         self._held: list[HeldRequest] = []
         self._moved: list[int] | None = None
         self._load: Load | None = None
@@ -90,7 +94,8 @@ class BatchRetrieval:
                 self._held.append(self._hold(request, number in self._in_host))
             if self._holds_any():
                 self._context.completions.expect(self)
-            self._tier_pages = TierPages(self._context, [held.hold for held in self._held])
+            until = self._context.clock() + self._within_s
+            self._tier_pages = TierPages(self._context, [held.hold for held in self._held], until)
             # Which chunks are not lost.
             self._alive = np.ones(sum(len(held.hold.found) for held in self._held), bool)
             self._moved = [int((held.transfer.slots != NO_SLOT).sum()) for held in self._held]

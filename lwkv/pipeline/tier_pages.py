@@ -20,12 +20,16 @@ Flags: TypeAlias = "npt.NDArray[np.bool_]"
 class TierPages:
     """What the tiers bring of the chunks held, one hold a request.
 
+    Args:
+        until: when the time of all layers is over, by the context's clock.
+
     Attributes:
         known: all pages, int64 (layers, chunks), where no tier has to be asked for any; else None.
     """
 
-    def __init__(self, context: BatchContext, holds: Sequence[Hold]) -> None:
+    def __init__(self, context: BatchContext, holds: Sequence[Hold], until: float = float("inf")) -> None:
         self._context = context
+        self._until = until
         self._holds = holds
         self._futures: list[list[Future[LayerPages]]] = []
         self._deadlines: list[float] = []
@@ -42,7 +46,8 @@ class TierPages:
         asked = [context.storage.layerwise_batched_get(hold, layers) for hold in self._holds]
         self._futures += map(list, zip(*asked, strict=True))
         # Behind the calls: when a layer's time is over, a call for it that hangs is known to be late.
-        self._deadlines += [context.clock() + context.config.load_timeout_s] * len(layers)
+        deadline = min(context.clock() + context.config.load_timeout_s, self._until)
+        self._deadlines += [deadline] * len(layers)
 
     def are_there(self, layer: int) -> bool:
         """Whether `pages` would not block."""

@@ -17,8 +17,12 @@ from lwkv.storage.manager import StorageManager
 
 log = logging.getLogger(__name__)
 
-CHUNKS_AT_A_TIME = 8
-"""What is read together. Chunks become visible group by group, so a slow tier has brought some in time."""
+CHUNKS_AT_A_TIME = 2
+"""What becomes visible together, so that a tier that is slow, or gets slow, has brought some in time."""
+
+GROUPS_AT_ONCE = 4
+"""How many groups of so many chunks are asked for before they are there; the first one alone, to see how it
+goes: what was asked for is read, though nobody may want it any more."""
 
 NUM_LOOKERS = 2
 
@@ -26,8 +30,9 @@ NUM_LOOKERS = 2
 class Prefetches:
     """Brings the chunks of several prompts to host memory in the background, and pins them there.
 
-    No method waits for a tier. The caller limits how many chunks are asked for at a time, since all of them
-    stay pinned until `release`. For one thread.
+    One prompt after the other: the next one's are asked for when all of the one before have been. No method
+    waits for a tier. The caller limits how many chunks are asked for at a time, since all of them stay pinned
+    until `release`. For one thread.
 
     Args:
         num_layers: layers of every chunk.
@@ -39,6 +44,7 @@ class Prefetches:
         self._jobs = Workers("prefetch", NUM_LOOKERS)
         self._open: dict[int, Prefetch] = {}
         self._ended: deque[int] = deque()
+        self._turns = Turns()
 
     def begin(self, number: int, keys: Sequence[ChunkKey], first: int, pins: bool = True) -> None:
         """Bring what is missing of `keys` from chunk `first` on, under a number that is not in use.
@@ -49,9 +55,9 @@ class Prefetches:
         """
         over = partial(self._ended.append, number)
         layers = range(self._num_layers)
-        prefetch = Prefetch(self._storage, layers, self._jobs, keys, first, over, pins)
+        prefetch = Prefetch(self._storage, layers, self._jobs, keys, first, over, self._turns, pins)
         self._open[number] = prefetch
-        prefetch.begin()
+        self._turns.add(prefetch)
 
     def ended(self) -> list[int]:
         """The numbers of those that have ended since the last call: no more chunks of theirs will come."""
@@ -62,12 +68,44 @@ class Prefetches:
         prefetch = self._open.pop(number, None)
         if prefetch is not None:
             prefetch.release()
+            self._turns.leave(prefetch)
 
     def close(self) -> None:
         """Release all."""
         for number in list(self._open):
             self.release(number)
         self._jobs.leave()
+
+
+class Turns:
+    """Whose chunks are asked for now, and who comes next. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Prefetch] = deque()
+        self._first: Prefetch | None = None
+        self._lock = threading.Lock()
+
+    def add(self, prefetch: Prefetch) -> None:
+        """Have one begin when all others have asked for their chunks."""
+        with self._lock:
+            self._waiting.append(prefetch)
+        self._begin_next()
+
+    def leave(self, prefetch: Prefetch) -> None:
+        """Note that one will ask for nothing more, or never did."""
+        with self._lock:
+            if prefetch in self._waiting:
+                self._waiting.remove(prefetch)
+            if self._first is prefetch:
+                self._first = None
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        with self._lock:
+            if self._first is not None or not self._waiting:
+                return
+            self._first = prefetch = self._waiting.popleft()
+        prefetch.begin()
 
 
 class Prefetch:
@@ -81,6 +119,7 @@ class Prefetch:
         keys: Sequence[ChunkKey],
         first: int,
         over: Callable[[], object],
+        turns: Turns,
         pins: bool = True,
     ) -> None:
         self._pins = pins
@@ -90,74 +129,116 @@ class Prefetch:
         self._keys = keys
         self._next = first
         self._over = over
+        self._turns = turns
         self._lock = threading.Lock()
-        self._missing_layers = 0
-        self._hold: Hold | None = None
+        self._most_groups = 1
+        self._groups: set[Group] = set()
         self._pinned: list[Chunk] = []
-        self._released = False
+        self._is_asking = self._has_asked_all = self._has_ended = self._released = False
 
     def begin(self) -> None:
         """Ask for the next chunks, on another thread: a look-up may block."""
+        with self._lock:
+            if self._is_asking or not self._may_ask():
+                return
+            self._is_asking = True
         self._jobs.submit(self._ask).add_done_callback(self._asked)
 
     def release(self) -> None:
         """Give everything back; what still arrives goes back at once."""
         with self._lock:
             self._released = True
-            hold, self._hold = self._hold, None
+            groups, self._groups = self._groups, set()
             pinned, self._pinned = self._pinned, []
-        if hold is not None:
-            hold.release()
+        for group in groups:
+            group.hold.release()
         self._storage.host.unpin(pinned)
 
+    def _may_ask(self) -> bool:
+        return not (self._released or self._has_asked_all) and len(self._groups) < self._most_groups
+
     def _ask(self) -> None:
+        while self._ask_for_group():
+            pass
+
+    def _ask_for_group(self) -> bool:
+        """Ask for the next chunks, if it is time for them; False once it is not."""
+        with self._lock:
+            if not self._may_ask():
+                self._is_asking = False
+                return False
         first, end = self._next, min(self._next + CHUNKS_AT_A_TIME, len(self._keys))
-        hold = self._storage.hold(self._keys[:end], first)
-        is_last = end == len(self._keys) or len(hold.found) < end - first
+        group = Group(self._storage.hold(self._keys[:end], first))
         self._next = end
         with self._lock:
-            self._hold = hold
+            self._has_asked_all |= end == len(self._keys) or len(group.hold.found) < end - first
             released = self._released
+            if not released:
+                self._groups.add(group)
         if released:
-            hold.release()
-            return
-        layers = self._storage.layerwise_batched_get(hold, self._layers if hold.lower else ())
-        # One more than there are: the group does not end before all have been asked for.
-        self._missing_layers = len(layers) + 1
-        for layer in layers:
-            layer.add_done_callback(partial(self._count_layer, hold, is_last))
-        self._count_layer(hold, is_last)
+            group.hold.release()
+        else:
+            layers = self._layers if group.hold.lower else ()
+            group.watch(self._storage.layerwise_batched_get(group.hold, layers), self._end_group)
+        return True
 
     def _asked(self, job: Future[None]) -> None:
+        if job.cancelled() or job.exception() is not None:
+            with self._lock:
+                self._has_asked_all, self._is_asking = True, False
         if not job.cancelled() and (error := job.exception()) is not None:
             log.error("chunks are not brought to host memory ahead", exc_info=error)
-        elif not job.cancelled():
-            return
-        self._over()
+        self._end_if_last()
 
-    def _count_layer(self, hold: Hold, is_last: bool, layer: Future[LayerPages] | None = None) -> None:
-        with self._lock:
-            self._missing_layers -= 1
-            if self._missing_layers:
-                return
-        self._end_group(hold, is_last)
-
-    def _end_group(self, hold: Hold, is_last: bool) -> None:
+    def _end_group(self, group: Group) -> None:
+        hold = group.hold
         hold.release()
         keys = [item.key for item in hold.found]
         # A chunk that has gone again by now is not promised: whoever watches host memory knows of it.
         pinned = [chunk for chunk in self._storage.host.pin(keys) if chunk is not None]
         has_all = len(pinned) == len(keys)
-        if not self._pins:
-            self._storage.host.unpin(pinned)
-            pinned = []
         with self._lock:
-            released = self._released
-            self._pinned += [] if released else pinned
-            self._hold = None
-        if released:
+            self._groups.discard(group)
+            self._most_groups = min(2 * self._most_groups, GROUPS_AT_ONCE)
+            self._has_asked_all |= not has_all
+            keeps = self._pins and not self._released
+            self._pinned += pinned if keeps else []
+        if not keeps:
             self._storage.host.unpin(pinned)
-        elif is_last or not has_all:
+        self.begin()
+        self._end_if_last()
+
+    def _end_if_last(self) -> None:
+        """Let the next prompt begin once all is asked for; say so once all has come."""
+        with self._lock:
+            asks_no_more = self._has_asked_all and not self._is_asking
+            ends = asks_no_more and not (self._groups or self._released or self._has_ended)
+            self._has_ended |= ends
+        if asks_no_more:
+            self._turns.leave(self)
+        if ends:
             self._over()
-        else:
-            self.begin()
+
+
+class Group:
+    """Chunks that are read together."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.hold = hold
+        self._lock = threading.Lock()
+        self._missing_layers = 0
+
+    def watch(self, layers: Sequence[Future[LayerPages]], over: Callable[[Group], object]) -> None:
+        """Call `over` when all layers have come, or have failed."""
+        # One more than there are: it is not over before all are watched.
+        self._missing_layers = len(layers) + 1
+        for layer in layers:
+            layer.add_done_callback(partial(self._count_layer, over))
+        self._count_layer(over)
+
+    def _count_layer(self, over: Callable[[Group], object], layer: Future[LayerPages] | None = None) -> None:
+        with self._lock:
+            self._missing_layers -= 1
+            if self._missing_layers:
+                return
+        over(self)

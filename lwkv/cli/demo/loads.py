@@ -24,8 +24,13 @@ class SpoiledLoads(LayerSteps):
         self._blocks: list[int] = []
         super().__init__(engine)
 
-    def begin(self, loads: Sequence[AnyRequest], stores: Sequence[AnyRequest]) -> None:
-        super().begin(loads, stores)
+    def begin(
+        self,
+        loads: Sequence[AnyRequest],
+        stores: Sequence[AnyRequest],
+        load_within_s: float = float("inf"),
+    ) -> None:
+        super().begin(loads, stores, load_within_s)
         self._blocks = [self._last_block(load) for load in loads if isinstance(load, Request)]
 
     def wait_for_layer_load(self, layer: str | int) -> None:

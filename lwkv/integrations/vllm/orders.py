@@ -89,6 +89,7 @@ class StepOrders:
         blends: prompts that are blended before the step's layers compute, or in this and later steps.
         encodes: segments that are computed alone before that, in blocks that the step's layers fill.
         is_empty: whether no request has tokens in the step, so that what is done in it delays nobody.
+        load_within_s: seconds after which the step's loads do not wait for lower tiers any more.
     """
 
     step: int
@@ -102,6 +103,7 @@ class StepOrders:
     blends: Sequence[BlendOrder] = field(default=())
     encodes: Sequence[EncodeOrder] = field(default=())
     is_empty: bool = False
+    load_within_s: float = float("inf")
 
     @property
     def moves_anything(self) -> bool:

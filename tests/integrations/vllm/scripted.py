@@ -242,7 +242,7 @@ class Scripted:
         whole_graphs: bool = False,
         silent: float = 0.0,
         prefetches: bool = True,
-        compares_costs: bool = True,
+        compares_costs: bool = False,
         **settings: Any,
     ) -> None:
         self.whole_graphs = whole_graphs

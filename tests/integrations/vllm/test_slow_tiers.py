@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -245,3 +246,20 @@ def test_histories_with_a_tier_that_fails_now_and_then(num_ranks: int) -> None:
     history = History(Scripted(3, num_ranks, lower=[tier], own_cache=False, load_timeout_s=5.0))
     history.play(150)
     assert history.engine.waits > 0
+
+
+def test_a_step_waits_for_a_tier_no_longer_than_its_orders_say() -> None:
+    """A request that is alone loads while its step computes; its tier freezes, and all is computed."""
+    tier = filled()
+    engine = Scripted(0, own_cache=False, lower=[tier], load_timeout_s=1000.0)
+    tier.faults["get"] = hanging()
+    orders = engine.scheduler.orders
+    engine.scheduler.orders = lambda output: replace(  # type: ignore[method-assign]
+        orders(output), load_within_s=0.05
+    )
+    alone = ScriptedRequest("alone", PROMPTS[0], 2)
+    engine.add(alone)
+    engine.run()
+    assert engine.failed > 0
+    tier.end_faults()
+    check(engine, alone)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, packed
-from lwkv.integrations.vllm.scheduler.lookup.costs import Choice
+from lwkv.integrations.vllm.scheduler.lookup.choice import Choice
 from lwkv.integrations.vllm.scheduler.lookup.found_chunks import FoundChunks
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.request_chunks import RequestChunks
@@ -39,6 +39,8 @@ class RequestState:
         handled: leading tokens whose chunks are cached or were ordered to be stored.
         trusted: leading tokens of which no rank can have computed garbage.
         spoiled_from: tokens from here are garbage, or were computed on some; None for no such.
+        asked_at: when it was asked for the first time how much of it can be loaded; None while it runs.
+        load_within_s: how long its next step may wait for what it loads from lower tiers.
         choice: how much of what was found last is loaded; None where the costs were not compared.
         blended_from: tokens from here were blended, or rest on such: they are not stored. None for none.
         tested_after: additions to the stale blocks when this request was compared with them last.
@@ -52,6 +54,8 @@ class RequestState:
     handled: int = 0
     trusted: int = 0
     spoiled_from: int | None = None
+    asked_at: float | None = None
+    load_within_s: float = float("inf")
     choice: Choice | None = None
     blended_from: int | None = None
     tested_after: int = 0
@@ -74,6 +78,7 @@ class RequestState:
         Or they come before it, while the request waits.
         """
         self.blocks, self.to_load = list(blocks), 0 if waits else num_loaded
+        self.asked_at = None
         # What was ordered in an earlier run may be gone; what is cached now was looked up for this one.
         self.handled = self._computed = 0
         self._begun_with = self.found.num_local + num_loaded

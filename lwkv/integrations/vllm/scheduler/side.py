@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -188,6 +188,7 @@ class SchedulerSide:
         rests, ended = self._stores.take_rests()
         scheduled = self._requests.scheduled(output)
         blends, encodes = self._blending_orders(scheduled, output)
+        loading = [item.tracked.load_within_s for item in scheduled if item.tracked.to_load]
         loads = self._loads(scheduled)
         self._requests.pass_step(scheduled)
         stores = self._stores.of_step(scheduled)
@@ -199,9 +200,10 @@ class SchedulerSide:
         is_timed = self._step_costs.begin(step, output, measures=not blending)
         moves, extra = (loads, [*rests, *stores]), (blends, encodes)
         is_empty = not output.num_scheduled_tokens
-        return StepOrders(
+        orders = StepOrders(
             step, acknowledged, *moves, ended, fetches, released, is_timed, *extra, is_empty=is_empty
         )
+        return replace(orders, load_within_s=min(loading)) if loading else orders
 
     def learn(self, reports: StepReports) -> None:
         """Take over what the ranks report of a step."""

@@ -221,7 +221,7 @@ class WorkerSide:
         stores = [(move, move.slots(self._block_size)) for move in orders.stores]
         # Chunks wholly in front of the first token that is loaded are not asked for, nor held.
         firsts = [_num_leading(slots) for slots in self._load_slots]
-        self._announce(self._load_steps, self._requests(loads, firsts), ())
+        self._announce(self._load_steps, self._requests(loads, firsts), (), orders.load_within_s)
         self._announce(self._store_steps, (), self._requests(stores, [0] * len(stores)))
 
     def _requests(
@@ -241,9 +241,15 @@ class WorkerSide:
             for (move, slots), first in zip(moves, firsts, strict=True)
         ]
 
-    def _announce(self, steps: LayerSteps, loads: Sequence[AnyRequest], stores: Sequence[AnyRequest]) -> None:
+    def _announce(
+        self,
+        steps: LayerSteps,
+        loads: Sequence[AnyRequest],
+        stores: Sequence[AnyRequest],
+        load_within_s: float = float("inf"),
+    ) -> None:
         try:
-            steps.begin(loads, stores)
+            steps.begin(loads, stores, load_within_s)
         except LwkvError:
             log.exception("a step's orders cannot be carried out: nothing is loaded or stored in it")
             steps.begin((), ())

@@ -3,72 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from lwkv.integrations.vllm.reports import RankReport
-from lwkv.integrations.vllm.scheduler.lookup.speeds import Floats, PrefillSpeed, Speed
+from lwkv.integrations.vllm.scheduler.lookup.choice import Choice, best_of, num_in_host
+from lwkv.integrations.vllm.scheduler.lookup.patience import MORE, Patience
+from lwkv.integrations.vllm.scheduler.lookup.prefill_times import Floats, PrefillTimes
+from lwkv.integrations.vllm.scheduler.lookup.speeds import Speed, is_old
+from lwkv.integrations.vllm.scheduler.lookup.tier_speeds import TierSpeeds
+from lwkv.integrations.vllm.scheduler.lookup.timed_steps import LEAST_TOKENS, TimedStep
 from lwkv.storage.tier import HOST
 
-LEAST_TOKENS = 256
-"""Steps that compute, and loads that bring, fewer tokens say too little of a speed."""
+STEPS_TO_WAIT = 2
+"""vLLM learns at the end of a step what has come, and asks about waiting requests before the next."""
 
-CLEARLY, MUCH = 0.96, 0.8
-"""All that is found is loaded unless something else takes less than this share of the time: much less where
-loading all is faster than computing all, since what is computed holds up other requests."""
-
-MEASURE_AGAIN_S = 30.0
-"""Seconds after which a tier that is too slow is measured again."""
-
-
-class Choice(NamedTuple):
-    """How many of the chunks found are to be loaded, and in how many seconds the prompt is then computed.
-
-    Attributes:
-        all_s, none_s: the same if all of them were loaded, or none.
-        measures: whether the tier of the first chunk that is left out should be measured again.
-    """
-
-    num_chunks: int
-    seconds: float
-    all_s: float
-    none_s: float
-    measures: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TimedStep:
-    """A step that is under way: when it was ordered, what it computes, and tokens loaded from host memory."""
-
-    begun: float
-    num_tokens: int
-    position: float
-    num_loaded: int
-
-
-def tokens_and_position(output: Any) -> tuple[int, float]:
-    """How many tokens a step of vLLM's scheduler output prefills, and the mean position of its tokens.
-
-    One token of each request is left out: a step that only decodes prefills none, and its time says nothing
-    of prefills. The position is 0 where there are fewer than LEAST_TOKENS.
-    """
-    scheduled = output.num_scheduled_tokens
-    total = sum(scheduled.values())
-    if total - len(scheduled) < LEAST_TOKENS:
-        return total - len(scheduled), 0.0
-    cached = output.scheduled_cached_reqs
-    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    weighted = (number * (starts[name] + number / 2) for name, number in scheduled.items())
-    return total - len(scheduled), sum(weighted) / total
+LOOK_UP_S = 0.01
+"""Seconds that a look-up into lower tiers may take in any case before its request goes on without."""
 
 
 class Costs:
-    """Measures what vLLM's steps and tiers take, and chooses. What was not measured yet takes no time.
+    """Measures what vLLM's steps and tiers take, and chooses.
+
+    Nothing is waited for before it is known what computing takes. A tier that was not measured yet takes no
+    time: a request that waits for it gives up soon, unless it is fast.
 
     Args:
         chunk_size: tokens of a chunk.
@@ -80,11 +40,12 @@ class Costs:
         self._chunk_size = chunk_size
         self._layerwise = layerwise
         self._clock = clock
-        self._prefill = PrefillSpeed()
+        self._prefill = PrefillTimes()
         self._host = Speed(clock)  # tokens
-        self._tiers: defaultdict[tuple[str, int], Speed] = defaultdict(lambda: Speed(clock))  # chunks
+        self._tiers = TierSpeeds(clock)
         self._steps: dict[int, TimedStep] = {}
         self._last_result = clock()
+        self._between_results: deque[float] = deque(maxlen=15)
 
     def begin_step(
         self, step: int, num_tokens: int, position: float, num_loaded: int, from_host: bool
@@ -104,7 +65,7 @@ class Costs:
         """Take over what a rank has read from lower tiers, and that a step has ended."""
         info = report.info
         for name, (num_bytes, seconds) in report.read.items():
-            self._tiers[name, info.rank].add(num_bytes / (info.num_layers * info.page_bytes), seconds)
+            self._tiers.add(name, info.rank, num_bytes / (info.num_layers * info.page_bytes), seconds)
         step = self._steps.pop(report.step, None)
         if step is not None:
             self._end_step(step)
@@ -113,7 +74,28 @@ class Costs:
 
     def result_came(self) -> None:
         """What came of a step has been taken over: the next one has the device to itself from here on."""
-        self._last_result = self._clock()
+        now = self._clock()
+        self._between_results.append(now - self._last_result)
+        self._last_result = now
+
+    def came_late(self, tiers: Iterable[str], moved_at: float) -> None:
+        """Note that a request has waited in vain for these tiers, which brought something last at that time.
+
+        They are not waited for any more before anything is read from them.
+        """
+        self._tiers.note_late(tiers, moved_at)
+
+    def look_up_s(self, num_tokens: int) -> float:
+        """Seconds that a request of so many tokens may wait until it is known what lower tiers have."""
+        if not self._prefill.is_known:
+            return LOOK_UP_S
+        edges = np.array([0.0, float(num_tokens)])
+        return max(LOOK_UP_S, MORE * float(self._left(edges)[0]))
+
+    def are_known(self, tiers: Iterable[str]) -> bool:
+        """Whether all of `tiers` were measured of late, and let no request wait in vain since."""
+        known = (not (self._tiers.is_old(tier) or self._tiers.is_late(tier)) for tier in {*tiers} - {HOST})
+        return self._prefill.is_known and all(known)
 
     def choose(
         self, tiers: Sequence[str], first: int, num_tokens: int, queued: int = 0, waits: bool = False
@@ -128,26 +110,24 @@ class Costs:
             waits: whether the request waits while lower tiers bring its chunks to host memory.
         """
         if not self._prefill.is_known or not tiers:
-            return Choice(len(tiers), 0.0, 0.0, 0.0)
+            in_host = num_in_host(tiers)
+            measures = in_host < len(tiers) and self._tiers.is_old(tiers[in_host])
+            return Choice(in_host, 0.0, 0.0, 0.0, measures=measures)
         size = self._chunk_size
         ends = np.minimum((first // size + 1 + np.arange(len(tiers))) * size, num_tokens).astype(np.float64)
         edges = np.concatenate([[float(first)], ends, [float(num_tokens)]])
-        tokens = np.diff(edges)
-        compute = tokens * self._prefill.seconds_at((edges[1:] + edges[:-1]) / 2)
-        left = compute[::-1].cumsum()[::-1]  # from each edge on
-        below = self._from_below(tiers, queued)
-        host = np.concatenate([[0.0], tokens[:-1].cumsum()]) * self._host_seconds()
+        host = np.concatenate([[0.0], np.diff(edges)[:-1].cumsum()]) * self._host_seconds()
+        below, left = self._from_below(tiers, queued, waits), self._left(edges)
         times = self._together(below, host, left, waits)
-        best = int(times.argmin())
-        if times[best] > (MUCH if times[-1] <= times[0] else CLEARLY) * times[-1]:
-            best = len(tiers)
+        best = best_of(times, num_in_host(tiers), waits)
         measures = best < len(tiers) and self._is_old(tiers[best])
-        return Choice(best, float(times[best]), float(times[-1]), float(times[0]), measures)
+        there = self._together(np.zeros_like(below), host, left, waits)[: best + 1]
+        patience = Patience(there, below[: best + 1], self._step_seconds())
+        return Choice(best, float(times[best]), float(times[-1]), float(times[0]), patience, measures)
 
     def gauges(self) -> dict[tuple[str, int], int]:
         """What was measured, by name and rank: tokens or chunks a second."""
-        speeds = {(f"{tier}_chunks_per_s", rank): speed for (tier, rank), speed in self._tiers.items()}
-        known = {name: speed.per_second for name, speed in speeds.items()}
+        known = self._tiers.per_second()
         known |= {("prefill_tokens_per_s", 0): self._prefill.per_second()}
         known |= {("host_tokens_per_s", 0): self._host.per_second}
         return {name: number for name, number in known.items() if number}
@@ -157,31 +137,42 @@ class Costs:
         if not step.num_loaded:
             self._prefill.add(step.position, step.num_tokens, seconds)
         elif step.num_loaded >= LEAST_TOKENS and self._is_bound_by_load(step, seconds):
-            self._host.add(step.num_loaded, seconds)
+            computing = 0.0 if self._layerwise else self._computing_s(step)
+            self._host.add(step.num_loaded, seconds - computing)
 
     def _is_bound_by_load(self, step: TimedStep, seconds: float) -> bool:
         """Whether computing alone would have taken less than half of the step."""
         if not self._prefill.is_known:
             return step.num_tokens < step.num_loaded / 8
-        each = self._prefill.seconds_at(np.array([step.position]))[0]
-        return bool(step.num_tokens * each < seconds / 2)
+        return self._computing_s(step) < seconds / 2
+
+    def _computing_s(self, step: TimedStep) -> float:
+        """Seconds that a step takes to compute its tokens."""
+        tokens = self._prefill.tokens_s(np.array([float(step.num_tokens)]), np.array([step.position]))
+        return self._prefill.step_s() + float(tokens[0])
+
+    def _left(self, edges: Floats) -> Floats:
+        """Seconds to compute a prompt from each edge on, but for the last."""
+        pieces = self._prefill.tokens_s(np.diff(edges), (edges[1:] + edges[:-1]) / 2)
+        from_each: Floats = pieces[::-1].cumsum()[::-1] + self._prefill.step_s()
+        return from_each
 
     def _host_seconds(self) -> float:
-        return 0.0 if self._is_old(HOST) else self._host.seconds_each
+        return 0.0 if is_old(self._host, self._clock()) else self._host.seconds_each
 
-    def _chunk_seconds(self, tier: str) -> float:
-        """Seconds until every rank has read a chunk from a lower tier."""
-        speeds = [speed.seconds_each for (name, _), speed in self._tiers.items() if name == tier]
-        return 0.0 if tier == HOST else max(speeds, default=0.0)
-
-    def _from_below(self, tiers: Sequence[str], queued: int) -> Floats:
+    def _from_below(self, tiers: Sequence[str], queued: int, waits: bool) -> Floats:
         """Seconds that lower tiers take for none of the chunks, for the first, and so on."""
-        seconds = {tier: self._chunk_seconds(tier) for tier in set(tiers)}
+        seconds = {tier: 0.0 if tier == HOST else self._tiers.chunk_s(tier) for tier in set(tiers)}
         each = np.array([seconds[tier] for tier in tiers])
         lower = np.flatnonzero([tier != HOST for tier in tiers])
-        if len(lower):
+        if len(lower) and each[lower[0]]:
             each[lower[0]] *= 1 + queued
+            each[lower[0]] += waits * STEPS_TO_WAIT * self._step_seconds()
         return np.concatenate([[0.0], each.cumsum()])
+
+    def _step_seconds(self) -> float:
+        """Seconds from one step to the next where nothing long is computed."""
+        return min(self._prefill.step_s() or float("inf"), min(self._between_results, default=0.0))
 
     def _together(
         self,
@@ -197,7 +188,4 @@ class Costs:
         return np.maximum(np.maximum(below, host), left)
 
     def _is_old(self, tier: str) -> bool:
-        speeds = [speed for (name, _), speed in self._tiers.items() if name == tier]
-        speeds = [self._host] if tier == HOST else speeds
-        newest = max((speed.measured_at for speed in speeds if speed.measured_at is not None), default=None)
-        return newest is None or self._clock() - newest >= MEASURE_AGAIN_S
+        return is_old(self._host, self._clock()) if tier == HOST else self._tiers.is_old(tier)

@@ -72,6 +72,26 @@ class FoundChunks:
         # There may be news since, and more tokens.
         return not self._has_to_look_up(index, num_tokens)
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether a look-up is under way."""
+        return self._asked is not None and not self._asked[2].done()
+
+    def look_into_host(self, index: ChunkIndex) -> None:
+        """Take over what is in host memory now, and ask no tier: what was found below stays as it is.
+
+        A look-up that is under way is not waited for any more.
+        """
+        self._asked = None
+        num_tokens = self.chunks.num_tokens
+        if not self._has_to_look_up(index, num_tokens):
+            return
+        there = index.in_host(self.chunks.keys(index, num_tokens))
+        below = [None if tier == HOST else tier for tier in self._tiers[: len(there)]]
+        below += [None] * (len(there) - len(below))
+        found = [host or tier for host, tier in zip(there, below, strict=True)]
+        self._take_over(found, index, num_tokens, index.changes)
+
     def hit_in_host(self, block_size: int) -> int:
         """As `hit` has found it last, but only what is in the host memory of every rank."""
         first = self.num_local // self.chunks.chunking.chunk_size

@@ -181,6 +181,10 @@ class ChunkIndex:
             kept = [there and own[chunk].hash in rank.kept for there, chunk in zip(kept, chunks, strict=True)]
         return kept
 
+    def in_host(self, keys: RankKeys) -> list[str | None]:
+        """HOST for each chunk that is in every rank's host memory, None for others. No tier is asked."""
+        return [HOST if self.has(keys, chunk) else None for chunk in range(len(keys[0]) if keys else 0)]
+
     def found(self, keys: RankKeys) -> list[str | None]:
         """The tier of each chunk that every rank has, or None; empty before all ranks are known.
 

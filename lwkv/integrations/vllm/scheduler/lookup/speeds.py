@@ -1,39 +1,44 @@
-"""How fast tiers are read and prompts are computed, as measured while vLLM runs."""
+"""How fast tiers are read, as measured while vLLM runs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 DECAY = 0.7
-"""What a measurement still counts for when the next one of the same kind has come."""
+"""What a measurement still counts for when the next whole one of the same kind has come."""
 
-FIRST_BUCKET = 1024
-"""Tokens: positions fall into classes by how often this doubles up to them."""
+HALF_LIFE_S = 3.0
+"""Seconds after which a measurement counts for half, when the next one comes."""
 
-Floats = npt.NDArray[np.float64]
+
+MEASURE_AGAIN_S = 30.0
+"""Seconds after which what was too slow is measured again."""
 
 
 class Speed:
     """Units a second over the last measurements, of which large ones count for more.
 
+    Args:
+        whole: units from which on a measurement is a whole one; a smaller one makes the others count for less
+            only by its share.
+
     Attributes:
         measured_at: when the last one came, by the clock; None before the first.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, whole: float = 0.0) -> None:
         self._clock = clock
+        self._whole = whole
         self._units = self._seconds = 0.0
         self.measured_at: float | None = None
 
     def add(self, units: float, seconds: float) -> None:
         """Take a measurement over."""
         if units > 0 and seconds > 0:
-            self._units = DECAY * self._units + units
-            self._seconds = DECAY * self._seconds + seconds
+            decay = self._decay(units)
+            self._units = decay * self._units + units
+            self._seconds = decay * self._seconds + seconds
             self.measured_at = self._clock()
 
     @property
@@ -46,33 +51,12 @@ class Speed:
         """Units a second; 0 before anything was measured."""
         return round(self._units / self._seconds) if self._seconds else 0
 
-
-class PrefillSpeed:
-    """Seconds that it takes to compute a token, by its position: attention takes longer behind more."""
-
-    def __init__(self) -> None:
-        self._speeds: dict[int, Speed] = {}
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._speeds)
-
-    def add(self, position: float, num_tokens: int, seconds: float) -> None:
-        """Take over how long a step took that computed tokens, on average at this position."""
-        self._speeds.setdefault(int(_buckets(np.array([position]))[0]), Speed()).add(num_tokens, seconds)
-
-    def seconds_at(self, positions: Floats) -> Floats:
-        """For each position the seconds of a token there, or of the nearest that was measured."""
-        buckets = _buckets(positions)
-        known = np.array(sorted(self._speeds))
-        nearest = known[np.abs(buckets[:, None] - known[None, :]).argmin(axis=1)]
-        return np.array([self._speeds[int(bucket)].seconds_each for bucket in nearest])
-
-    def per_second(self) -> int:
-        """Tokens a second at the first positions that were measured; 0 before that."""
-        return self._speeds[min(self._speeds)].per_second if self._speeds else 0
+    def _decay(self, units: float) -> float:
+        age = 0.0 if self.measured_at is None else self._clock() - self.measured_at
+        share = 1.0 if units >= self._whole else units / self._whole
+        return float(DECAY**share * 0.5 ** (age / HALF_LIFE_S))
 
 
-def _buckets(positions: Floats) -> npt.NDArray[np.int64]:
-    return np.floor(np.log2(1 + np.maximum(positions, 0) / FIRST_BUCKET)).astype(np.int64)
+def is_old(speed: Speed, now: float) -> bool:
+    """Whether something was not measured of late."""
+    return speed.measured_at is None or now - speed.measured_at >= MEASURE_AGAIN_S

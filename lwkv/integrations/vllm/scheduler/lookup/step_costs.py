@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 from lwkv.integrations.vllm.reports import RankReport
-from lwkv.integrations.vllm.scheduler.lookup.costs import Costs, tokens_and_position
+from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
+from lwkv.integrations.vllm.scheduler.lookup.timed_steps import tokens_and_position
 from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.integrations.vllm.worker.meter import rank_gauge
 from lwkv.telemetry.counters import Counters
@@ -36,10 +37,8 @@ class StepCosts:
         if choice is not None:
             self._counters.add("requests_cheaper_to_compute")
             log.debug(
-                "request %s: %d cached tokens are loaded; the prompt takes about %.1f ms so, %.1f ms if all "
-                "that is cached were loaded, and %.1f ms if nothing",
-                *(tracked.request.request_id, num_loaded),
-                *(1e3 * choice.seconds, 1e3 * choice.all_s, 1e3 * choice.none_s),
+                "request %s: %d cached tokens are loaded; %s",
+                *(tracked.request.request_id, num_loaded, choice.estimates),
             )
 
     def begin(self, step: int, output: Any, measures: bool = True) -> bool:

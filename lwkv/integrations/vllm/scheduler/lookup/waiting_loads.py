@@ -5,41 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lwkv.integrations.vllm.orders import Fetch, packed
 from lwkv.integrations.vllm.reports import RankReport
 from lwkv.integrations.vllm.scheduler.lookup.index import RankKeys
+from lwkv.integrations.vllm.scheduler.lookup.patience import Wait
+from lwkv.integrations.vllm.scheduler.lookup.waiting_load import WaitingLoad
+from lwkv.storage.prefetch import CHUNKS_AT_A_TIME
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class WaitingLoad:
-    """What one request waits for.
-
-    Attributes:
-        fetches: their numbers name them in orders and reports; no number is used twice.
-        num_chunks: that are pinned in the host memory of each rank for it.
-        since: when it began to wait.
-        is_ordered: whether the workers have heard of it.
-        is_over: whether the request does not wait any more.
-        is_held: whether the workers keep its chunks.
-        measures: whether no request waits for it: it shows how fast a tier is.
-        ended: the ranks and numbers of fetches that have ended.
-    """
-
-    fetches: Sequence[Fetch]
-    num_chunks: int
-    since: float
-    is_ordered: bool = False
-    is_over: bool = False
-    is_held: bool = False
-    measures: bool = False
-    ended: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Wanted(NamedTuple):
@@ -54,7 +31,8 @@ class WaitingLoads:
     """Has the workers fetch chunks for waiting requests, and says for how long each of these waits.
 
     Chunks are fetched in the order in which requests came, up to a limit for all of them together. A request
-    waits for `timeout_s` at most; what has been fetched stays pinned as long again, and then may be evicted.
+    waits as long as its `Wait` says, if it has one, and for `timeout_s` at most; what has been fetched stays
+    pinned as long again, and then may be evicted.
     Names are those of requests, or of what else is fetched for one.
 
     Args:
@@ -76,18 +54,29 @@ class WaitingLoads:
         self._to_begin: list[Fetch] = []
         self._to_release: list[int] = []
         self._last_number = 0
+        self._is_reviewed = False
         self._throttle = LogThrottle(log, clock)
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._loads
 
-    def begin(self, name: Hashable, keys: RankKeys, first: int, end: int, most_chunks: int) -> None:
+    def begin(
+        self,
+        name: Hashable,
+        keys: RankKeys,
+        first: int,
+        end: int,
+        most_chunks: int,
+        wait: Wait | None = None,
+    ) -> None:
         """Have chunks [first, end) of a prompt fetched, no more than `most_chunks` of them.
 
         Args:
             keys: of each rank, all chunks from the prompt's first on.
+            wait: see WaitingLoad.
         """
         self.begin_all(name, [Wanted(keys, first, end)], most_chunks)
+        self._loads[name].wait = wait
 
     def begin_all(
         self, name: Hashable, wanted: Sequence[Wanted], most_chunks: int, since: float | None = None
@@ -113,11 +102,16 @@ class WaitingLoads:
         return None if load is None else load.since
 
     def measure(self, keys: RankKeys, chunk: int, most_chunks: int) -> None:
-        """Have one chunk fetched for which no request waits, if there is room and no other one on its way."""
-        if self._num_held() >= most_chunks or any(load.measures for load in self._loads.values()):
+        """Have a few chunks fetched for which no request waits, if there is room and no others on their way.
+
+        As many as are fetched together: fewer would be slower, one by one.
+        """
+        end = min(chunk + CHUNKS_AT_A_TIME, min(map(len, keys)))
+        room = most_chunks - self._num_held()
+        if end - chunk > room or any(load.measures for load in self._loads.values()):
             return
-        fetch = self._fetch(keys, chunk, chunk + 1, pins=False)
-        load = WaitingLoad([fetch], 1, self._clock())
+        fetch = self._fetch(keys, chunk, end, pins=False)
+        load = WaitingLoad([fetch], end - chunk, self._clock())
         load.is_ordered = load.is_held = load.is_over = load.measures = True
         self._loads[f"measurement {fetch.number}"] = load
         self._to_begin.append(fetch)
@@ -125,19 +119,31 @@ class WaitingLoads:
     @property
     def num_coming(self) -> int:
         """Chunks that are on their way from lower tiers for requests that wait."""
-        return sum(load.num_chunks for load in self._loads.values() if load.is_held and not load.is_over)
+        coming = [load for load in self._loads.values() if load.is_held and not load.is_over]
+        return sum(load.num_chunks - (load.wait.num_there if load.wait else 0) for load in coming)
 
     def waits(self, name: Hashable, most_chunks: int) -> bool:
         """Whether a request has to wait on. At most `most_chunks` are fetched and kept, for all requests."""
         load = self._loads.get(name)
         if load is None or load.is_over:
             return False
+        if not self._is_reviewed:
+            self._review()
         if self._clock() - load.since >= self._timeout_s:
             self._give_up(load)
         elif not load.is_ordered and load.num_chunks <= most_chunks - self._num_held():
             load.is_ordered = load.is_held = True
             self._to_begin += load.fetches
         return not load.is_over
+
+    def cut_short(self, name: Hashable) -> Wait | None:
+        """The wait of a request that does not wait any more though not all has come; given out once."""
+        load = self._loads.get(name)
+        if load is None or load.wait is None or not load.is_over or load.is_complete:
+            return None
+        wait, load.wait = load.wait, None
+        self._counters.add("waits_cut_short")
+        return wait
 
     def learn(self, report: RankReport) -> None:
         """Take over which fetches have ended on a rank."""
@@ -149,7 +155,8 @@ class WaitingLoads:
             if load.measures:
                 self.leave(name)
             elif not load.is_over:
-                load.is_over = True
+                load.is_complete = True
+                self._end(load)
                 self._counters.add("chunks_prefetched", load.num_chunks)
 
     def leave(self, name: Hashable) -> None:
@@ -165,7 +172,7 @@ class WaitingLoads:
 
     def orders(self) -> tuple[list[Fetch], list[int]]:
         """The fetches to begin, and the numbers of those to give back, since the last call."""
-        now = self._clock()
+        now, self._is_reviewed = self._clock(), False
         for name, load in list(self._loads.items()):
             if not load.is_over and now - load.since >= self._timeout_s:
                 self._give_up(load)
@@ -181,7 +188,7 @@ class WaitingLoads:
         return sum(load.num_chunks for load in self._loads.values() if load.is_held)
 
     def _give_up(self, load: WaitingLoad) -> None:
-        load.is_over = True
+        self._end(load)
         self._counters.add("prefetches_given_up")
         self._throttle.warn(
             "lower tiers did not bring %d chunks to host memory within %g s: their request runs with what is "
@@ -189,6 +196,26 @@ class WaitingLoads:
             load.num_chunks,
             self._timeout_s,
         )
+
+    def _review(self) -> None:
+        """End the waits of those that are better off without, once a step.
+
+        Where a tier has brought nothing for one of them, they end for all for whom it has brought nothing:
+        who goes on waiting while others are computed waits for these as well.
+        """
+        self._is_reviewed = True
+        now = self._clock()
+        waits = [(load, load.wait) for load in self._loads.values() if load.wait and not load.is_over]
+        over = [(load, wait) for load, wait in waits if wait.is_over(now)]
+        frozen = {tier for _, wait in over if wait.is_in_vain for tier in wait.tiers_missing}
+        over += [each for each in waits if each[1].is_in_vain and frozen & each[1].tiers_missing]
+        for load, _ in over:
+            if not load.is_over:
+                self._end(load)
+
+    def _end(self, load: WaitingLoad) -> None:
+        load.is_over = True
+        self._counters.add("waited_us", round(1e6 * (self._clock() - load.since)))
 
     def _release(self, load: WaitingLoad) -> None:
         if load.is_held:

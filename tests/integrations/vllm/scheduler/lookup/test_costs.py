@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,17 +9,18 @@ from storage.rig import Clock
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.scheduler.lookup.costs import (
-    LEAST_TOKENS,
-    MEASURE_AGAIN_S,
+    LOOK_UP_S,
+    STEPS_TO_WAIT,
     Costs,
-    tokens_and_position,
 )
+from lwkv.integrations.vllm.scheduler.lookup.speeds import MEASURE_AGAIN_S
+from lwkv.integrations.vllm.scheduler.lookup.timed_steps import LEAST_TOKENS
 from lwkv.storage.tier import HOST
 
 CHUNK = 256
 TOKEN_BYTES = 128 * 1024
 INFO = RankInfo(0, "model", num_layers=32, page_bytes=CHUNK * TOKEN_BYTES // 32)
-STEP = 2048
+STEP, STEP_S = 2048, 0.005
 GB = 1e9
 
 
@@ -47,7 +45,8 @@ class Machine:
         self._step += 1
         position = first + num_loaded + num_tokens / 2
         timed = self.costs.begin_step(self._step, num_tokens, position, num_loaded, True)
-        load, compute = num_loaded * TOKEN_BYTES / self.host, self.compute_s(first, first + num_tokens)
+        load = num_loaded * TOKEN_BYTES / self.host
+        compute = STEP_S + self.compute_s(first, first + num_tokens)
         self.clock.now += max(load, compute) if self.layerwise else load + compute
         if timed:
             self.costs.learn(RankReport(INFO, self._step))
@@ -58,6 +57,7 @@ class Machine:
             for first in range(0, longest, STEP):
                 self.run(first, STEP)
             self.run(0, 64, 8192)
+            self.run(0, 600)
         self.read(16)
 
     def read(self, num_chunks: int) -> None:
@@ -68,7 +68,8 @@ class Machine:
         """What a prompt takes of which so many chunks are loaded."""
         below = sum(tier != HOST for tier in tiers[:num_chunks]) * CHUNK * TOKEN_BYTES / self.below
         host = num_chunks * CHUNK * TOKEN_BYTES / self.host
-        compute = self.compute_s(num_chunks * CHUNK, num_tokens)
+        compute = STEP_S + self.compute_s(num_chunks * CHUNK, num_tokens)
+        below += STEPS_TO_WAIT * STEP_S * (waits and below > 0)
         if not self.layerwise:
             return below + host + compute
         return below + max(host, compute) if waits else max(below, host, compute)
@@ -107,14 +108,18 @@ def test_host_memory_on_a_slow_link_is_left_alone_too_and_tried_again_later() ->
     assert machine.costs.choose([HOST] * 8, 0, 9 * CHUNK).num_chunks == 8
 
 
-def test_all_is_loaded_before_anything_was_measured() -> None:
+def test_what_is_in_host_memory_is_loaded_before_anything_was_measured_and_no_tier_is_waited_for() -> None:
     machine = Machine(below=0.001 * GB)
     tiers = [HOST, "disk", "disk"]
-    assert machine.costs.choose(tiers, 0, 4 * CHUNK).num_chunks == 3
+    choice = machine.costs.choose(tiers, 0, 4 * CHUNK, waits=True)
+    assert (choice.num_chunks, choice.measures, choice.patience) == (1, True, None)
     machine.run(0, STEP)
-    assert machine.costs.choose(tiers, 0, 4 * CHUNK).num_chunks == 3, "the tier was not measured"
+    choice = machine.costs.choose(tiers, 0, 4 * CHUNK, waits=True)
+    assert choice.num_chunks == 3, "the tier was not measured"
+    assert choice.patience is not None
+    assert choice.patience.waits_s(1, 1) < 0.1 * choice.none_s, "and is not waited for unless it is fast"
     machine.read(1)
-    assert machine.costs.choose(tiers, 0, 4 * CHUNK).num_chunks == 1
+    assert machine.costs.choose(tiers, 0, 4 * CHUNK, waits=True).num_chunks == 1
     assert machine.costs.choose([], 0, 4 * CHUNK).num_chunks == 0
 
 
@@ -136,6 +141,28 @@ def test_a_tier_that_is_left_alone_is_to_be_measured_again_after_a_while() -> No
     for _ in range(20):
         machine.read(1)
     assert machine.costs.choose(["disk"] * 8, 0, 9 * CHUNK).num_chunks == 8
+
+
+def test_a_tier_that_was_waited_for_in_vain_is_left_alone_until_it_has_brought_something() -> None:
+    machine = Machine(below=20 * GB)
+    machine.measure()
+    tiers = ["disk"] * 8
+    assert machine.costs.are_known(tiers)
+    machine.clock.now += 1.0
+    machine.costs.came_late({"disk"}, machine.clock.now)
+    assert not machine.costs.are_known(tiers)
+    assert machine.costs.choose(tiers, 0, 9 * CHUNK, waits=True).num_chunks == 0
+    machine.clock.now += 0.1
+    machine.read(1)
+    assert machine.costs.choose(tiers, 0, 9 * CHUNK, waits=True).num_chunks == 8
+
+
+def test_a_look_up_may_take_a_small_share_of_what_computing_takes() -> None:
+    machine = Machine()
+    assert machine.costs.look_up_s(100_000) == LOOK_UP_S
+    machine.measure()
+    assert machine.costs.look_up_s(CHUNK) == LOOK_UP_S
+    assert machine.costs.look_up_s(32_000) == pytest.approx(0.05 * machine.compute_s(0, 32_000), rel=0.1)
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -172,24 +199,3 @@ def test_any_prompt_gets_a_choice(tiers: list[str], first: int, rest: int, waits
     choice = machine.costs.choose(tiers, first, max(first + 1, end + rest), queued, waits)
     assert 0 <= choice.num_chunks <= len(tiers)
     assert choice.seconds <= choice.all_s * 1.0001
-
-
-def output(**parts: tuple[int, int, bool]) -> Any:
-    """A step's output: for each request where it begins, how many tokens it gets, and whether it is new."""
-    new = [SimpleNamespace(req_id=n, num_computed_tokens=p[0]) for n, p in parts.items() if p[2]]
-    cached = {name: part[0] for name, part in parts.items() if not part[2]}
-    return SimpleNamespace(
-        num_scheduled_tokens={name: part[1] for name, part in parts.items()},
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(cached), num_computed_tokens=list(cached.values())
-        ),
-    )
-
-
-def test_the_position_of_a_step_is_that_of_its_tokens_on_average() -> None:
-    assert tokens_and_position(output(a=(0, 1000, True))) == (999, 500.0)
-    assert tokens_and_position(output(a=(0, 1000, True), b=(4000, 1000, False))) == (1998, 2500.0)
-    assert tokens_and_position(output(a=(9000, 1, False))) == (0, 0.0)
-    decoding = {f"r{number}": (9000, 1, False) for number in range(2 * LEAST_TOKENS)}
-    assert tokens_and_position(output(**decoding)) == (0, 0.0), "however many decode"

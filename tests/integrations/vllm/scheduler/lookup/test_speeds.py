@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from storage.rig import Clock
 
-from lwkv.integrations.vllm.scheduler.lookup.speeds import PrefillSpeed, Speed
+from lwkv.integrations.vllm.scheduler.lookup.speeds import HALF_LIFE_S, Speed
 
 
 def test_a_speed_follows_its_last_measurements_and_large_ones_count_for_more() -> None:
@@ -27,11 +26,13 @@ def test_what_took_no_time_or_was_nothing_is_no_measurement(units: int, seconds:
     assert speed.measured_at is None
 
 
-def test_a_token_takes_what_the_nearest_position_took() -> None:
-    speed = PrefillSpeed()
-    assert not speed.is_known
-    speed.add(100, 1000, 0.01)
-    speed.add(20_000, 1000, 0.03)
-    at = speed.seconds_at(np.array([0.0, 1000.0, 18_000.0, 1e6]))
-    assert at.tolist() == pytest.approx([1e-5, 1e-5, 3e-5, 3e-5])
-    assert speed.per_second() == 100_000
+def test_a_small_measurement_changes_little_and_an_old_one_counts_for_little() -> None:
+    clock = Clock()
+    speed = Speed(clock, whole=4.0)
+    for _ in range(10):
+        speed.add(4, 4.0)
+    speed.add(0.25, 2.5)
+    assert 1.0 < speed.seconds_each < 1.3
+    clock.now += 5 * HALF_LIFE_S
+    speed.add(0.25, 2.5)
+    assert speed.seconds_each > 3.0

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from storage.rig import Clock, keys
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
+from lwkv.integrations.vllm.scheduler.lookup.patience import Patience, Wait
 from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads, Wanted
+from lwkv.storage.prefetch import CHUNKS_AT_A_TIME
 from lwkv.telemetry.counters import Counters
 
 TIMEOUT_S = 10.0
@@ -36,7 +39,7 @@ def test_a_request_waits_until_every_rank_has_fetched() -> None:
     assert waiting.waits("a", 8)
     waiting.end(1, ranks=(1,))
     assert not waiting.waits("a", 8)
-    assert waiting.counters.totals() == {"requests_waited": 1, "chunks_prefetched": 3}
+    assert waiting.counters.totals() == {"requests_waited": 1, "chunks_prefetched": 3, "waited_us": 0}
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -54,7 +57,12 @@ def test_one_that_waits_for_too_long_is_given_up_and_its_chunks_released_later(i
     waiting.end(1)
     waiting.leave("a")
     assert waiting.orders() == ([], [])
-    assert waiting.counters.totals() == {"requests_waited": 1, "prefetches_given_up": 1}
+    waited_us = 1_000_000 * TIMEOUT_S
+    assert waiting.counters.totals() == {
+        "requests_waited": 1,
+        "prefetches_given_up": 1,
+        "waited_us": waited_us,
+    }
 
 
 def test_one_that_finds_no_room_begins_when_another_has_left_or_is_given_up() -> None:
@@ -125,23 +133,65 @@ def test_one_that_was_never_ordered_has_nothing_to_give_back() -> None:
     assert "a" not in waiting
 
 
-def test_a_measurement_is_one_chunk_of_one_fetch_at_a_time_given_back_when_it_has_ended() -> None:
+def test_a_measurement_is_a_few_chunks_of_one_fetch_at_a_time_given_back_when_it_has_ended() -> None:
     waiting = Waiting()
-    chunks = keys(0, 1, 2)
+    chunks = keys(0, 1, 2, 3)
     for _ in range(2):
         waiting.measure([chunks, chunks], 1, 8)
     (fetch,), _ = waiting.orders()
-    assert (fetch.first, len(fetch.keys[1][1])) == (1, 2 * 16)
+    assert (fetch.first, len(fetch.keys[1][1]) // 16) == (1, 1 + CHUNKS_AT_A_TIME)
     assert waiting.num_coming == 0, "no request waits for it"
     waiting.end(fetch.number)
     assert waiting.orders() == ([], [fetch.number])
-    waiting.measure([chunks, chunks], 1, 8)
+    waiting.measure([chunks, chunks], 3, 8)
     ((fetch,), _) = waiting.orders()
+    assert len(fetch.keys[0][1]) // 16 == 4, "there is only one more"
     waiting.clock.now += 2 * TIMEOUT_S
     assert waiting.orders() == ([], [fetch.number])
     waiting.end(fetch.number)
     assert waiting.orders() == ([], [])
     assert waiting.counters.totals() == {}
+
+
+def wait_for(there: set[int], clock: Clock, tier: str = "disk", chunk_s: float = 0.1) -> Wait:
+    """A wait for three chunks of a tier whose speed is not known."""
+    left = chunk_s * np.arange(4.0, 0, -1)
+    patience = Patience(left, np.zeros(4), 0.01)
+    return Wait(patience, there.__contains__, 0, [tier] * 3, clock.now)
+
+
+def test_a_request_is_cut_short_when_it_is_better_off_with_what_has_come() -> None:
+    waiting, there, chunks = Waiting(), set[int](), [keys(0, 1, 2)] * 2
+    waiting.begin("a", chunks, 0, 3, 8, wait_for(there, waiting.clock))
+    assert waiting.waits("a", 8)
+    assert waiting.num_coming == 3
+    there.add(0)
+    waiting.clock.now += 0.1
+    waiting.orders()
+    assert waiting.waits("a", 8)
+    assert waiting.num_coming == 2
+    waiting.clock.now += 0.1
+    waiting.orders()
+    assert not waiting.waits("a", 8)
+    wait = waiting.cut_short("a")
+    assert wait is not None
+    assert (wait.num_there, wait.tiers_missing) == (1, {"disk"})
+    assert waiting.cut_short("a") is None, "it is given out once"
+    counts = waiting.counters.totals()
+    assert (counts["waits_cut_short"], counts["waited_us"]) == (1, 200_000)
+
+
+def test_where_one_waits_in_vain_those_of_the_same_tier_do_not_wait_on() -> None:
+    waiting, chunks = Waiting(), [keys(0, 1, 2)] * 2
+    for name, tier, there in (("b", "disk", set()), ("c", "store", set()), ("d", "disk", set[int]())):
+        wait = wait_for(there, waiting.clock, tier, 10.0)
+        there |= {0} if name == "d" else set()
+        waiting.begin(name, chunks, 0, 3, 8, wait)
+    waiting.begin("a", chunks, 0, 3, 8, wait_for(set(), waiting.clock))
+    assert all(waiting.waits(name, 20) for name in "abcd")
+    waiting.orders()
+    waiting.clock.now += 0.05
+    assert [waiting.waits(name, 20) for name in "abcd"] == [False, False, True, True]
 
 
 def test_nothing_is_measured_where_there_is_no_room() -> None:
