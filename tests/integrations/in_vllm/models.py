@@ -145,6 +145,31 @@ def write_llama4(folder: Path, local: int, pattern: str = "lf" * 2) -> Path:
     return _write(folder, Llama4ForCausalLM(Llama4TextConfig(**SIZES | layers | experts)))
 
 
+def write_lfm2(folder: Path) -> Path:
+    """LFM2, of whose layers every other one is a short convolution, which keeps a state."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    kinds = ["conv", "full_attention"] * (SIZES["num_hidden_layers"] // 2)
+    width = SIZES["hidden_size"]
+    convolution = {"conv_L_cache": 3, "conv_dim": width, "conv_dim_out": width}
+    sizes = SIZES | convolution | {"block_dim": width, "block_ff_dim": 256, "block_multiple_of": 32}
+    # vLLM has the same weights for the tokens that come and for those that go.
+    return _write(folder, Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=kinds)), embedding=0.3)
+
+
+def write_qwen3_next(folder: Path) -> Path:
+    """Qwen3-Next, of whose layers every other one is a gated delta net, which keeps two states."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    kinds = ["linear_attention", "full_attention"] * (SIZES["num_hidden_layers"] // 2)
+    nets = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "layer_types": kinds}
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "head_dim": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    more = {"shared_expert_intermediate_size": 64, "norm_topk_prob": True}
+    config = Qwen3NextConfig(**SIZES | nets | heads | experts | more)
+    return _write(folder, Qwen3NextForCausalLM(config), embedding=1)
+
+
 def write_deepseek(folder: Path) -> Path:
     """DeepSeek V2 without experts: a latent row of 576 elements for each token (MLA)."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -170,13 +195,13 @@ def write_eagle(folder: Path, target: Path) -> Path:
     return folder
 
 
-def _write(folder: Path, model: Any) -> Path:
+def _write(folder: Path, model: Any, embedding: float = 10) -> Path:
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() > 1:
                 # Large enough that attention looks at single tokens, and the answer at attention.
-                weights.normal_(0, 10 if "embed" in name else 1.6 / weights.shape[-1] ** 0.5)
+                weights.normal_(0, embedding if "embed" in name else 1.6 / weights.shape[-1] ** 0.5)
     model.float().save_pretrained(folder)
     return folder
 

@@ -58,6 +58,7 @@ class Engine:
         from vllm import LLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+        rotate_each_head_by_its_token()
         defaults = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -180,6 +181,26 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         end_groups()
+
+
+def rotate_each_head_by_its_token() -> None:
+    """Have vLLM's rotary embedding on the CPU take queries and keys of (tokens, heads, head size).
+
+    Its kernel takes row i of what it gets as token i: LFM2 has a row a head, so that a token's keys depend on
+    how many tokens a step has, and on its place among them. On a GPU the kernel looks at the number of
+    dimensions.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    def rotate(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        if query.dim() == 2:
+            return by_kernel(self, positions, query, key)
+        flat = by_kernel(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+        return flat[0].view_as(query), None if key is None else flat[1].view_as(key)
+
+    by_kernel = RotaryEmbedding.forward_cpu
+    if by_kernel.__name__ != rotate.__name__:
+        RotaryEmbedding.forward_cpu = rotate
 
 
 def end_groups() -> None:
