@@ -140,6 +140,15 @@ class LWKVConnector(KVConnectorBase_V1):
         )
         return self._worker.requests_ended() or None, blended or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        # Called by vLLM in place of `get_finished` from 0.30 on.
+        results = super().get_transfer_results(finished_req_ids)
+        if isinstance(self._worker, HybridWorker):
+            received, failed = self._worker.received()
+            results.finished_recving |= received
+            results.failed_recving |= failed
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.invalid_blocks()
 
@@ -184,12 +193,17 @@ class LWKVConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._scheduler.num_new_matched_tokens(request, num_computed_tokens)
+        if isinstance(self._scheduler, HybridScheduler):
+            return found, bool(found) and self._scheduler.loads_apart
         # Where a blend goes on beside the steps of others, its request waits as for one that comes from afar.
-        waits = isinstance(self._scheduler, SchedulerSide) and self._scheduler.waits_for_blend(request)
-        return found, bool(found) and waits
+        return found, bool(found) and self._scheduler.waits_for_blend(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        tables = blocks.get_block_ids()
+        if isinstance(self._scheduler, HybridScheduler):
+            self._scheduler.allocated(request, tables, num_external_tokens)
+        else:
+            self._scheduler.allocated(request, tables[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self._scheduler.orders(scheduler_output)

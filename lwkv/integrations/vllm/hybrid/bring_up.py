@@ -30,8 +30,8 @@ def has_groups(kv_cache_config: Any, version: str) -> bool:
 
 def make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any, role: Role) -> HybridScheduler:
     """The scheduler's half. Raises ConfigError for models and settings that are not handled."""
-    refuse(settings, vllm_config)
     groups = read_groups(kv_cache_config, settings.chunk_size)
+    refuse(settings, vllm_config, groups.has_states)
     log.info("%s", groups.words())
     return HybridScheduler(
         groups,
@@ -51,8 +51,8 @@ def make_worker(
     version: str,
 ) -> HybridWorker:
     """A worker's half. Raises ConfigError for models and settings that are not handled."""
-    refuse(settings, vllm_config)
     groups = read_groups(kv_cache_config, settings.chunk_size, caches)
+    refuse(settings, vllm_config, groups.has_states)
     described = describe_groups(vllm_config, kv_cache_config, caches, rank, version, groups)
     device = next(iter(caches.values())).device
     engine = HybridEngine(

@@ -45,12 +45,14 @@ class LoadOrder:
 
     Attributes:
         tables: for each of vLLM's groups, the request's block for each of its block sizes of tokens.
+        request_id: vLLM's.
     """
 
     hashes: Hashes
     local: int
     boundary: int
     tables: Sequence[Sequence[int]]
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,17 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class HybridOrders:
-    """What one step loads, stores, pins and releases; `step` counts the scheduler's steps, from 1."""
+    """What one step loads, stores, pins and releases.
+
+    Attributes:
+        step: counts the scheduler's steps, from 1.
+        loads: for requests that compute in this step.
+        loads_apart: for requests that compute in none until they are loaded.
+    """
 
     step: int
     loads: Sequence[LoadOrder] = field(default=())
+    loads_apart: Sequence[LoadOrder] = field(default=(), kw_only=True)
     stores: Sequence[StoreOrder] = field(default=())
     pins: Sequence[PinOrder] = field(default=())
     released: Sequence[int] = field(default=())

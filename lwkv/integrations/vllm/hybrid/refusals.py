@@ -24,13 +24,16 @@ def can_have_groups(version: str) -> bool:
     return release is None or release >= OLDEST
 
 
-def refuse(settings: Settings, vllm_config: Any) -> None:
-    """Raise ConfigError for what cannot be used with several groups, and log what has no effect there."""
+def refuse(settings: Settings, vllm_config: Any, has_states: bool = False) -> None:
+    """Raise ConfigError for what cannot be used with several groups, and log what has no effect there.
+
+    Args:
+        has_states: whether some layers keep a state: vLLM cannot have these in one group with others.
+    """
     of_settings = (f"{name} as it is set cannot be used" for name, _ in unusable_settings(settings))
     for problem in (*of_settings, *_of_vllm(vllm_config)):
-        raise ConfigError(
-            f"{problem} with the several groups of KV caches that this model has; {ONE_GROUP}, or change that"
-        )
+        advice = "change that, or leave lwkv out" if has_states else f"{ONE_GROUP}, or change that"
+        raise ConfigError(f"{problem} with the several groups of KV caches that this model has; {advice}")
     if settings.load_when == "cheaper":
         log.info("with several groups of KV caches all that is found in host memory is loaded")
 

@@ -36,11 +36,13 @@ class HybridReport:
     Attributes:
         changes: in the order in which they happened.
         pinned: by the number of an order to pin, whether all of its chunks are pinned now.
+        failed: requests whose loads, apart from a step, have failed; they are computed.
     """
 
     info: HybridInfo
     changes: Sequence[Change] = field(default=())
     pinned: Mapping[int, bool] = field(default_factory=dict)
+    failed: Sequence[str] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lwkv.integrations.vllm.hybrid.prompt_hashes import PromptHashes
 from lwkv.integrations.vllm.scheduler.prompt import salts_of
 
 STRIDE = 8
-"""Within a long prompt, windows are stored once for so many tokens as a window has, and at its end."""
+"""Within a long prompt, a window is stored once for so many times its tokens, and a state once for so many
+times as much full attention."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,11 +20,13 @@ class HybridRequest:
 
     Attributes:
         hashes: of its chunks.
-        load: tokens [local, boundary) that its next step loads; None for none.
+        load: tokens [local, boundary) that are to be loaded in the step that is planned; None for none.
+        tables: its blocks when it got them, of each group.
         handled: leading tokens whose chunks were ordered to be stored in this run.
         parted_at: tokens up to which all of full attention was found when it was asked last: where prompts
             part, others may go on as well.
-        failed: how often chunks that were found could not be pinned, one time after the other.
+        failed: how often chunks that were found could not be pinned, or loaded, one time after the other.
+        state_at: tokens of the last state that this run has stored, or begins with.
         found_behind: tokens of vLLM's own behind which something was found last; -1: nothing was.
     """
 
@@ -31,7 +35,9 @@ class HybridRequest:
     handled: int = 0
     parted_at: int = 0
     failed: int = 0
+    state_at: int = 0
     found_behind: int = -1
+    tables: Sequence[Sequence[int]] = field(default=())
 
     @classmethod
     def follow(cls, request: Any, chunk_size: int, epoch: str) -> HybridRequest:
@@ -44,7 +50,7 @@ class HybridRequest:
 
     def begin(self) -> None:
         """Begin to run: what was ordered in an earlier run may be gone."""
-        self.load, self.handled, self.failed = None, 0, 0
+        self.load, self.tables, self.handled, self.state_at = None, (), 0, 0
 
     def end_of_stores(self, decodes_too: bool) -> int:
         """Tokens of which chunks are stored: those of the prompt, or all that are known."""
@@ -64,3 +70,24 @@ class HybridRequest:
         wanted.update(range(-(-computed // stride) * stride, end + 1, stride))
         wanted.update(range(max(last, -(-computed // size) * size), end + 1, size))
         return frozenset(at for at in wanted if max(computed, size) <= at <= end and at % size == 0)
+
+    def state_boundaries(self, computed: int, end: int, worth: int) -> frozenset[int]:
+        """`end`, a multiple of the chunk size at which a step ends, if others may go on there; else none.
+
+        A state is there where a step ends, and what other kinds have elsewhere is of no use without it. They
+        are stored at the end of the prompt, where it has parted from others, behind generated tokens, and now
+        and then in between.
+
+        Args:
+            computed: tokens before the step. worth: tokens of as much full attention as a state.
+        """
+        size, prompt = self.hashes.chunk_size, int(self.request.num_prompt_tokens)
+        if not self.handled:
+            self.state_at = computed
+        # vLLM knows where prompts part in its own cache, and has a step end there.
+        parted_at = self.parted_at, int(getattr(self.request, "shared_prefix_boundary", 0)) // size * size
+        is_at_end = end >= (prompt - 1) // size * size
+        is_wanted = is_at_end or end in parted_at or end - self.state_at >= STRIDE * worth
+        if is_wanted:
+            self.state_at = end
+        return frozenset({end} if is_wanted else ())

@@ -28,12 +28,17 @@ class HybridScheduler:
     """Follows vLLM's requests and gives the workers their orders.
 
     What is found is pinned by all ranks before vLLM hears of it: the request waits for a step or two. All of
-    it is loaded in the request's own step, by layers.
+    it is loaded in the request's own step, by layers, or, where some layers keep states, in a step before, as
+    a whole.
 
     Args:
         save_decodes: whether generated tokens are stored.
         timeout_s: how long a request waits for the workers' answers.
         clock: seconds.
+
+    Attributes:
+        loads_apart: whether requests are loaded before they are scheduled. A state that is loaded in the
+            request's own step comes too late: vLLM copies it to the block that the step writes before.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class HybridScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
+        self.loads_apart = groups.has_states
         self._groups = groups
         self._size = groups.chunk_size.tokens
         self._role = role
@@ -91,8 +97,10 @@ class HybridScheduler:
             self._promises.leave(request_id)
         return 0 if tracked.failed >= MOST_FAILED else self._look_up(tracked, num_local)
 
-    def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
-        """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it.
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_loaded: int) -> None:
+        """A request has got its blocks, of each group; `num_loaded` tokens are to be loaded for it.
+
+        It is in this step, unless it is loaded apart: then it comes again, with nothing to load, when it is.
 
         Raises LwkvError where vLLM is to load what was not promised.
         """
@@ -106,9 +114,12 @@ class HybridScheduler:
             if promise is None or not self._promises.covers(promise, local):
                 raise LwkvError(f"vLLM takes {num_loaded} tokens of {request_id!r} that were not promised")
             tracked.load = local, promise.order.boundary
+            tracked.tables = [list(table) for table in tables] if self.loads_apart else ()
             self._to_load[request_id] = tracked
         else:
             self._promises.leave(request_id)
+        if not (num_loaded and self.loads_apart):
+            tracked.failed = 0
         if self._role.stores:
             self._to_store[request_id] = tracked
 
@@ -123,16 +134,18 @@ class HybridScheduler:
     def orders(self, output: Any) -> HybridOrders:
         """What the step of vLLM's scheduler output is to load, to store and to pin."""
         self._step += 1
-        for request_id in set(output.finished_req_ids) - {new.req_id for new in output.scheduled_new_reqs}:
+        # Others may have the ids of those that have ended.
+        here = {*self._to_load, *(new.req_id for new in output.scheduled_new_reqs)}
+        for request_id in set(output.finished_req_ids) - here:
             self._forget(request_id)
-        loads = list(self._loads(output))
+        loads, apart = list(self._loads(output)), list(self._loads_apart())
         stores = list(self._stores(output))
         pins, released = self._promises.orders(self._to_load)
         # Released with the next orders, when this step's loads have ended.
         for request_id in self._to_load:
             self._promises.leave(request_id)
         self._to_load.clear()
-        return HybridOrders(self._step, loads, stores, pins, released)
+        return HybridOrders(self._step, loads, stores, pins, released, loads_apart=apart)
 
     def learn(self, reports: HybridReports) -> None:
         """Take over what the ranks report of a step."""
@@ -142,6 +155,9 @@ class HybridScheduler:
                 note = self._index.kept if change.is_kept else self._index.dropped
                 note(report.info.rank, change.kind, change.hashes)
             self._promises.learn(report)
+        for request_id in {failed for report in reports.reports for failed in report.failed}:
+            if request_id in self._requests:
+                self._requests[request_id].failed += 1
 
     def result_came(self) -> None:
         """Note that all was learnt of a step: nothing is measured."""
@@ -202,24 +218,34 @@ class HybridScheduler:
         return None
 
     def _loads(self, output: Any) -> Iterator[LoadOrder]:
-        for request_id, tracked in self._to_load.items():
-            load, tracked.load = tracked.load, None
-            if load is not None and request_id in output.num_scheduled_tokens:
-                local, boundary = load
-                tables = self._tables(output, request_id, local, boundary)
-                hashes = tracked.hashes.of(self._chain, boundary)
-                yield LoadOrder(Hashes.of(hashes), local, boundary, tables)
+        """The loads of requests that are in the step."""
+        for request_id, tracked in () if self.loads_apart else self._to_load.items():
+            if request_id in output.num_scheduled_tokens:
+                yield from self._load(tracked, self._blocks(output, request_id))
 
-    def _tables(self, output: Any, request_id: str, local: int, boundary: int) -> Sequence[Sequence[int]]:
-        """The blocks that a load goes to, of each group. Raises LwkvError where vLLM has given none."""
-        tables = self._blocks(output, request_id)
+    def _loads_apart(self) -> Iterator[LoadOrder]:
+        """The loads of requests that are in no step before they are loaded."""
+        for tracked in self._to_load.values() if self.loads_apart else ():
+            yield from self._load(tracked, tracked.tables)
+
+    def _load(self, tracked: HybridRequest, tables: Sequence[Sequence[int]]) -> Iterator[LoadOrder]:
+        load, tracked.load, tracked.tables = tracked.load, None, ()
+        if load is not None:
+            request_id, (local, boundary) = tracked.request.request_id, load
+            self._require_blocks(request_id, tables, local, boundary)
+            hashes = tracked.hashes.of(self._chain, boundary)
+            yield LoadOrder(Hashes.of(hashes), local, boundary, tables, request_id)
+
+    def _require_blocks(
+        self, request_id: str, tables: Sequence[Sequence[int]], local: int, boundary: int
+    ) -> None:
+        """Raise LwkvError where vLLM has given no blocks for some of a load."""
         for number, table in zip(self._groups.kind_of, tables, strict=True):
             kind = self._groups.kinds[number]
             first = kind.first_needed(boundary, local) // kind.block_size
             needed = table[first : boundary // kind.block_size]
             if len(needed) < boundary // kind.block_size - first or NULL_BLOCK in needed:
                 raise LwkvError(f"vLLM has no blocks for all that {request_id!r} needs of {kind.name} layers")
-        return tables
 
     def _blocks(self, output: Any, request_id: str) -> Sequence[Sequence[int]]:
         """The request's blocks in this step, of each group, as vLLM has them."""
@@ -242,9 +268,18 @@ class HybridScheduler:
         request_id, limit = tracked.request.request_id, tracked.end_of_stores(self._save_decodes)
         end = min(computed + scheduled, limit) // self._size * self._size
         if end > tracked.handled and self._chain:
-            boundaries = tracked.boundaries(computed, end, self._groups.most_looked_back)
+            boundaries = self._boundaries(tracked, computed, end, end == computed + scheduled)
             hashes, tables = tracked.hashes.of(self._chain, end), self._blocks(output, request_id)
             yield StoreOrder(Hashes.of(hashes), tracked.handled, end, boundaries, tables)
             tracked.handled = end
         if not self._save_decodes and computed + scheduled >= limit:
             del self._to_store[request_id]
+
+    def _boundaries(
+        self, tracked: HybridRequest, computed: int, end: int, is_end_of_step: bool
+    ) -> frozenset[int]:
+        """Where others may go on, of all that is whole at `end`."""
+        groups = self._groups
+        if not groups.has_states:
+            return tracked.boundaries(computed, end, groups.most_looked_back)
+        return tracked.state_boundaries(computed, end, groups.state_worth) if is_end_of_step else frozenset()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from lwkv.errors import LwkvError
 from lwkv.hybrid import HybridEngine, HybridSteps, Load, Pin, Store
 from lwkv.integrations.host_memory import wait_for_memory
-from lwkv.integrations.vllm.hybrid.orders import HybridOrders
+from lwkv.integrations.vllm.hybrid.orders import HybridOrders, LoadOrder
 from lwkv.integrations.vllm.hybrid.reports import Change, HybridInfo, HybridReport, HybridReports
 from lwkv.integrations.vllm.worker.meter import WorkerMeter
 from lwkv.telemetry.counters import Counters
@@ -38,8 +38,9 @@ class Changes:
 class HybridWorker:
     """Drives a hybrid engine from the hooks of one worker. For one thread.
 
-    What is loaded is pinned before, and was promised. vLLM cannot compute it again where a model has several
-    groups of caches: a load that fails all the same ends the engine, and nothing of its step is stored.
+    What is loaded is pinned before, and was promised. vLLM cannot compute again what a step was to load where
+    a model has several groups of caches: a load that fails all the same ends the engine, and nothing of its
+    step is stored. Requests that are loaded apart from a step are computed if that fails.
 
     Args:
         clock: seconds.
@@ -56,6 +57,10 @@ class HybridWorker:
         self._pinned: dict[int, bool] = {}
         self._ended = True
         self._num_failed = 0
+        self._is_loaded_apart = True
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_to_report: list[str] = []
         self._counters = Counters()
         self._meter = WorkerMeter(engine, rank, self._counters, clock)
 
@@ -71,13 +76,13 @@ class HybridWorker:
         """Take the orders of a step, the same ones any number of times; the one before has ended."""
         if orders is self._orders:
             return
-        self._orders, self._ended = orders, False
+        self._orders, self._ended, self._is_loaded_apart = orders, False, False
         for number in orders.released:
             self._release(number)
         for order in orders.pins:
             pin = self.engine.pin(order.hashes.apart(), order.local, order.boundary)
             self._pins[order.number], self._pinned[order.number] = pin, pin is not None
-        loads = [Load(load.hashes.apart(), load.local, load.boundary, load.tables) for load in orders.loads]
+        loads = [_load(order) for order in orders.loads]
         stores = [
             Store(store.hashes.apart(), store.start, store.end, store.tables, store.boundaries)
             for store in orders.stores
@@ -99,6 +104,7 @@ class HybridWorker:
         """Queue the first layers of all loads, or all where no hook comes."""
         if self._ended:
             return
+        self._load_apart()
         if hooks_come:
             self._steps.start_load_kv()
         else:
@@ -119,6 +125,7 @@ class HybridWorker:
         if self._ended:
             return
         self._ended = True
+        self._load_apart()
         loaded, _ = self._steps.wait_for_save()
         self._num_failed += sum(not is_there for is_there in loaded)
 
@@ -140,17 +147,27 @@ class HybridWorker:
         """Requests that have ended whose blocks vLLM has kept: none."""
         return set()
 
+    def received(self) -> tuple[set[str], set[str]]:
+        """Requests that were loaded apart from a step, and those of them whose loads have failed.
+
+        Each is given out once. What the current stream does from now on finds what was loaded.
+        """
+        found = self._received, self._failed
+        self._received, self._failed = set(), set()
+        return found
+
     def report(self) -> HybridReports | None:
-        """Changes not yet reported; None for none."""
-        changes, pinned = self._changes.take(), self._pinned
-        self._pinned = {}
-        if not (changes or pinned):
+        """What was not yet reported; None for nothing."""
+        changes, pinned, failed = self._changes.take(), self._pinned, self._failed_to_report
+        self._pinned, self._failed_to_report = {}, []
+        if not (changes or pinned or failed):
             return None
-        return HybridReports((HybridReport(self.info, changes, pinned),))
+        return HybridReports((HybridReport(self.info, changes, pinned, failed),))
 
     def new_counts(self) -> dict[str, int]:
         """What was counted since the last call, and gauges, as WorkerMeter has them."""
-        return self._meter.new_counts(self._orders.moves_anything)
+        orders = self._orders
+        return self._meter.new_counts(orders.moves_anything or bool(orders.loads_apart))
 
     def close(self) -> None:
         """Give everything back."""
@@ -169,7 +186,22 @@ class HybridWorker:
             self._counters.add("stores_dropped", len(stores))
             self._steps.begin(loads, ())
 
+    def _load_apart(self) -> None:
+        """Load for requests that are not in the step; the model's next work is queued behind that."""
+        orders = () if self._is_loaded_apart else self._orders.loads_apart
+        self._is_loaded_apart = True
+        if orders:
+            done = self.engine.load_now([_load(order) for order in orders])
+            failed = [order.request_id for order, is_done in zip(orders, done, strict=True) if not is_done]
+            self._received.update(order.request_id for order in orders)
+            self._failed.update(failed)
+            self._failed_to_report += failed
+
     def _release(self, number: int) -> None:
         pin = self._pins.pop(number, None)
         if pin is not None:
             self.engine.unpin(pin)
+
+
+def _load(order: LoadOrder) -> Load:
+    return Load(order.hashes.apart(), order.local, order.boundary, order.tables)

@@ -26,6 +26,10 @@ class MambaSpec(SimpleNamespace):
     """Named as vLLM's."""
 
 
+class OtherSpec(SimpleNamespace):
+    """Of a kind that is not known."""
+
+
 def full(block_size: int = 16, **more: Any) -> Any:
     common = {"num_kv_heads": 2, "real_page_size_bytes": 512, "dtype": torch.bfloat16}
     return FullAttentionSpec(**{"block_size": block_size, "sliding_window": None} | common | more)
@@ -34,6 +38,12 @@ def full(block_size: int = 16, **more: Any) -> Any:
 def window(span: int = 64, **more: Any) -> Any:
     common = {"num_kv_heads": 2, "real_page_size_bytes": 512, "dtype": torch.bfloat16}
     return SlidingWindowSpec(**{"block_size": 16, "sliding_window": span} | common | more)
+
+
+def state(**more: Any) -> Any:
+    common = {"shapes": ((2, 8), (4,)), "dtypes": (torch.float32, torch.bfloat16), "mamba_type": "GDN_ATTN"}
+    own = {"mamba_cache_mode": "align", "real_page_size_bytes": 72, "tokens_per_state": -1}
+    return MambaSpec(**{"block_size": 48, "num_speculative_blocks": 0} | common | own | more)
 
 
 def config(*groups: tuple[Any, list[str]], **more: Any) -> Any:
@@ -97,9 +107,50 @@ def test_layers_that_share_the_kv_of_another_one_do_not_count() -> None:
     assert [kind.num_layers for kind in found.kinds] == [2, 1]
 
 
-def test_layers_that_keep_states_are_refused_by_name() -> None:
-    groups = (full(), ["attn"]), (MambaSpec(block_size=16), ["m.0", "m.1", "m.2", "m.3", "m.4"])
-    with pytest.raises(ConfigError, match=r"layers 'm.0', 'm.1', 'm.2' and 2 more keep a MambaSpec") as error:
+def test_states_have_chunks_of_one_block_of_all_groups() -> None:
+    found = read_groups(config((full(), ["a"]), (state(), ["b"]), (state(), ["c"])), 256)
+    assert [(kind.form, kind.num_layers) for kind in found.kinds] == [("full", 1), ("state", 2)]
+    assert (found.has_states, found.chunk_size.tokens) == (True, 48)
+    assert "48 tokens instead of the configured 256" in found.words()
+    assert "steps end" in found.words()
+    assert not read_groups(config((full(), ["a"]), (window(), ["b"])), 256).has_states
+
+
+@pytest.mark.parametrize(("num_bytes", "worth"), [(16, 1), (17, 2), (8000, 500)])
+def test_a_state_is_worth_the_tokens_of_as_much_full_attention(num_bytes: int, worth: int) -> None:
+    """A token is 32 bytes, in one layer; two layers have states."""
+    states = [(state(real_page_size_bytes=num_bytes), [name]) for name in "bc"]
+    assert read_groups(config((full(), ["a"]), *states), 256).state_worth == worth
+
+
+def test_layers_that_differ_in_their_state_are_other_kinds() -> None:
+    others = [
+        state(shapes=((8, 2), (4,))),
+        state(mamba_type="SHORT_CONV"),
+        state(dtypes=(torch.float32,) * 2),
+    ]
+    found = read_groups(config(*((spec, [str(i)]) for i, spec in enumerate([full(), state(), *others]))), 256)
+    assert found.kind_of == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"mamba_cache_mode": "none"}, "--enable-prefix-caching"),
+        ({"mamba_type": SimpleNamespace(name="MAMBA2")}, "states of MAMBA2"),
+        ({"num_speculative_blocks": 2}, "several states in a step"),
+        ({"num_prefill_checkpoint_blocks": 1}, "several states in a step"),
+    ],
+)
+def test_states_that_cannot_be_found_again_are_refused(more: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as error:
+        read_groups(config((full(), ["a"]), (state(**more), ["b"])), 256)
+    assert "--disable-hybrid-kv-cache-manager" not in str(error.value)
+
+
+def test_layers_of_unknown_kinds_are_refused_by_name() -> None:
+    groups = (full(), ["attn"]), (OtherSpec(block_size=16), ["m.0", "m.1", "m.2", "m.3", "m.4"])
+    with pytest.raises(ConfigError, match=r"layers 'm.0', 'm.1', 'm.2' and 2 more keep a OtherSpec") as error:
         read_groups(config(*groups), 256)
     assert "leave lwkv out" in str(error.value)
     assert "--disable-hybrid-kv-cache-manager" not in str(error.value)
@@ -110,7 +161,7 @@ def test_layers_that_keep_states_are_refused_by_name() -> None:
     [
         (window(extra_retained_tokens=2), {}, "keep tokens behind their window"),
         (full(attention_chunk_size=32), {}, "own part of a prompt"),
-        (full(tokens_per_state=4), {}, "one state for several tokens"),
+        (full(tokens_per_state=4), {}, "one row for several tokens"),
         (full(), {"prefix_cacheable_group_ids": (1,)}, "not found again"),
         (SimpleNamespace(kv_cache_specs={"a": full(), "b": full(32)}), {}, "differ within one group"),
     ],

@@ -42,6 +42,12 @@ def test_features_of_vllm_that_were_not_tried_are_named(more: dict[str, Any], te
         refuse(Settings(), vllm_config(**more))
 
 
+def test_models_with_states_are_not_sent_to_one_group() -> None:
+    with pytest.raises(ConfigError, match=r"save_unfull_chunk .*leave lwkv out") as error:
+        refuse(Settings(save_unfull_chunk=True), vllm_config(), has_states=True)
+    assert "--disable-hybrid-kv-cache-manager" not in str(error.value)
+
+
 def test_what_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     refuse(Settings(load_when="always"), vllm_config(kv_events_config=None))
