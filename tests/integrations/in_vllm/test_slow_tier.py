@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import CHUNK, assert_same, prompt, started, with_lwkv
@@ -13,7 +15,9 @@ from integrations.in_vllm.rig import CHUNK, assert_same, prompt, started, with_l
 from lwkv.benchmarks.throttled import remote
 from lwkv.benchmarks.throttled.remote import installed_in
 from lwkv.integrations.vllm.scheduler.lookup import costs
+from lwkv.integrations.vllm.scheduler.lookup.patience import Patience
 from lwkv.integrations.vllm.scheduler.lookup.prefill_times import PrefillTimes
+from lwkv.keys import ChunkKey, LayerKey
 
 CHUNK_GIB = 4 * 2 * CHUNK * 2 * 32 * 4 / 2**30
 ROOM = 12
@@ -49,47 +53,46 @@ def test_what_a_slow_tier_has_is_computed_and_answers_are_the_same(
 
 
 class Frozen:
-    """Reads of a tier, which do not return any more after some of them."""
+    """Reads of a tier that return for these chunks only, until `gate` is open."""
 
-    def __init__(self, tier: Any, num_calls: int) -> None:
+    def __init__(self, tier: Any, chunks: Collection[ChunkKey]) -> None:
         self.gate = threading.Event()
-        self.calls = 0
-        self._num_calls = num_calls
+        self._chunks = {*chunks}
         self._get = tier.get
-        self._lock = threading.Lock()
         tier.get = self
 
-    def __call__(self, *arguments: Any) -> Any:
-        with self._lock:
-            self.calls += 1
-            is_late = self.calls > self._num_calls
-        if is_late:
-            self.gate.wait(120.0)
-        return self._get(*arguments)
+    def __call__(self, keys: Sequence[LayerKey], *arguments: Any) -> Any:
+        if not self._chunks.issuperset(key.chunk for key in keys):
+            assert self.gate.wait(300.0)
+        return self._get(keys, *arguments)
 
 
 def test_a_tier_that_freezes_in_the_middle_of_a_prompt_costs_it_what_has_not_come(
     llama: Path, plain: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For how long a request waits is simulated in tests/properties; here, until four chunks are there."""
     installed_in(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    # As if computing took longer, as it does with larger models: what comes from a dictionary is waited for.
+    monkeypatch.setattr(costs, "LOOK_UP_S", 100.0)
+    # As if a token took a millisecond, whatever else keeps this machine busy.
     add = PrefillTimes.add
-    monkeypatch.setattr(PrefillTimes, "add", lambda times, at, tokens, s: add(times, at, tokens, 20 * s))
-    monkeypatch.setattr(costs, "LOOK_UP_S", 20.0)
-    settings = {"load_when": "cheaper", "remote_url": "throttled://90000", "load_timeout_s": 100}
+    monkeypatch.setattr(PrefillTimes, "add", lambda times, at, n, _: add(times, at, n, 0.01 + 0.001 * n))
+    settings = {"load_when": "cheaper", "remote_url": "throttled://90000", "load_timeout_s": 1000}
     prompts = [prompt(900 + number, 10 * CHUNK + 9) for number in range(3)]
     with started(llama, enable_prefix_caching=False, **with_lwkv(**settings)) as engine:
         assert_same(engine.ask(prompts), plain.ask(prompts))
         assert engine.flush()
         engine.evict_all()
-        num_layers = engine.worker.engine.num_layers
-        tier = Frozen(remote._OPEN["throttled://90000"], 2 * num_layers)
-        (answer,) = engine.ask(prompts[:1])
-        assert not tier.gate.is_set(), "it was answered while most of its fetch was still under way"
-        assert tier.calls > 2 * num_layers
+        engine.ask([prompt(990, 40)])  # in its steps the scheduler hears of that
+        keys = engine.worker.engine.keys(np.array(prompts[0]), ())
+        tier = Frozen(remote._OPEN["throttled://90000"], keys[:4])
+        with monkeypatch.context() as patched:
+            patched.setattr(Patience, "waits_s", lambda _, at_first, there: 0.0 if there >= 4 else 1000.0)
+            patched.setattr(Patience, "waits_for_next_s", lambda *_: 1000.0)
+            (answer,) = engine.ask(prompts[:1])
+        assert not tier.gate.is_set(), "it was answered while the rest of its fetch was still under way"
         assert_same([answer], plain.ask(prompts[:1]))
-        assert 0 < answer.cached < 10 * CHUNK, "and what had come was loaded"
+        assert answer.cached == 4 * CHUNK, "and what had come was loaded"
         assert engine.metric("vllm:lwkv_waits_cut_short") == 1
         assert not engine.metric("vllm:lwkv_prefetches_given_up")
         tier.gate.set()
