@@ -57,12 +57,16 @@ def _float32_bits(element, KIND: tl.constexpr):
 
 @triton.jit
 def _elements(bits, KIND: tl.constexpr):
-    """The opposite. Devices turn NaN into different NaNs of float16: here it is one."""
+    """The opposite. Devices turn NaN into different NaNs of float16: here it is one.
+
+    NaN is found by its size: where it is compared with the very value that it has here, the compiler finds
+    that its own conversion gives the same, and leaves the choice out.
+    """
     if KIND == 1:
         element = (bits >> 16).to(tl.int16)
     elif KIND == 2:
         half = bits.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True)
-        element = tl.where(bits == 0x7FC00000, 0x7E00, half.to(tl.int32)).to(tl.int16)
+        element = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7E00, half.to(tl.int32)).to(tl.int16)
     else:
         element = bits
     return element
