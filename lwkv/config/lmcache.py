@@ -45,7 +45,9 @@ LMCACHE_KEYS: Mapping[str, LMCacheKey] = {
     "enable_lazy_memory_allocator": LMCacheKey((True,), _MEMORY),
     "numa_mode": LMCacheKey((None,), "bind the process with numactl; remove the key"),
     "enable_async_loading": LMCacheKey((False,), "use use_layerwise, which loads while the model computes"),
-    "min_retrieve_tokens": LMCacheKey((0,), "every hit is loaded; use 0"),
+    "min_retrieve_tokens": LMCacheKey(
+        (0,), "no hit is too short to be loaded; in vLLM load_when decides; use 0"
+    ),
     "blend_thresholds": LMCacheKey((None,), "use blend_recompute_ratios"),
     "py_enable_gc": LMCacheKey((True,), "lwkv leaves the garbage collector alone; use true"),
     "enable_p2p": LMCacheKey((False,), _ABSENT),

@@ -71,7 +71,7 @@ class Config(BaseSettings):
     chunk_size: Count = Field(
         256,
         description="Tokens of a chunk, the unit of hashing, look-up and eviction; with several groups of "
-        "caches the nearest multiple of their blocks.",
+        "caches the nearest multiple of their blocks, with states the smallest.",
     )
     local_cpu: Flag = Field(
         True,

@@ -186,12 +186,14 @@ class ExtraConfig(BaseModel):
         "device's, from 128 MiB to 256 MiB, and half as much again where loads have two streams.",
     )
     staging_buffers: TwoOrMore = Field(
-        default=2, description="Staging buffers that take turns, for saves; loads have twice as many."
+        default=2,
+        description="Staging buffers that take turns, for saves. Loads have twice as many, and one where "
+        "they have one stream. More buffers are smaller, unless staging_bytes is larger.",
     )
     load_streams: OneOrTwoOrNull = Field(
         default=None,
         description="Streams of the device that loads use. 2: a kernel runs beside the next copy. 1: fewer "
-        "calls to the driver, and a staging buffer less. By default 1 in SGLang, 2 elsewhere.",
+        "calls to the driver, and one staging buffer. By default 1 in SGLang, 2 elsewhere.",
     )
     lookahead_layers: CountOrZero = Field(
         default=1,

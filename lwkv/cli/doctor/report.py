@@ -69,7 +69,7 @@ _MEANINGS = {
     "event_timing": "times work on the device, for timelines",
     "triton": "lwkv's Triton kernels run",
     "stream_priority": "lets the model's work go first",
-    "lossless_pages": "page_codec: lossless was measured to be as fast as raw",
+    "lossless_pages": "page_codec: auto takes lossless pages, which were measured to be as fast as raw",
 }
 
 
