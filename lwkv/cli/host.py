@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         descriptor = make_memory(num_bytes, args.huge_pages)
         shares = spread(num_bytes, SLAB_BYTES, read_nodes())
         filled = fill(descriptor, num_bytes, args.threads, shares)
-        server = Server(address, Memory(descriptor, num_bytes, shares, filled.by_node), linger_s=args.linger)
+        server = Server(
+            address, Memory(descriptor, num_bytes, filled.shares, filled.by_node), linger_s=args.linger
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         log.info(

@@ -19,7 +19,7 @@ from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Platform
 
 _WHY_LOSSLESS = "page_codec=auto: as fast as raw here or faster, and every bit comes back"
-_WHY_FP8 = "page_codec=fp8: LOSSY, loaded values are rounded to 4 significant bits"
+_WHY_FP8 = "page_codec=fp8: LOSSY, loaded values are rounded to 4 significant bits or fewer"
 
 
 class Choice(NamedTuple):

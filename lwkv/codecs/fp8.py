@@ -1,4 +1,4 @@
-"""Pages of floats in one byte an element, which come back rounded to four significant bits."""
+"""Pages of floats in one byte an element: they keep four significant bits, small ones fewer."""
 
 from __future__ import annotations
 

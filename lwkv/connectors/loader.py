@@ -21,7 +21,7 @@ from lwkv.transfer import Transfer
 
 MOST_COPIES = 128
 MORE_LAYERS = 3
-"""By how many layers what is queued is farther ahead after each layer."""
+"""How many more layers ahead are queued with each layer than with the one before."""
 FIRST_BUFFERS = 4
 """Staging buffers that are filled and emptied before the model is launched, for layers that are all known.
 

@@ -49,8 +49,8 @@ class BatchRetrieval:
         begin_load: given each request's transfer, and the pages as the loader's own, to say more of the load
             than which chunks it has.
         in_host: numbers of requests of which only what is in host memory is loaded.
-        within_s: seconds from the look-up on after which lower tiers are not waited for any more, if that is
-            before the end of a layer's own time.
+        within_s: seconds from the beginning of the look-up; then lower tiers are not waited for any more,
+            even if the look-up's or a layer's own time is not over.
 
     Attributes:
         is_open: whether `open` was called.
@@ -90,11 +90,11 @@ class BatchRetrieval:
     def hold(self) -> list[int]:
         """Look up, pin and ask the tiers, once; return for each request how many tokens are to be loaded."""
         if self._moved is None:
+            until = self._context.clock() + self._within_s
             for number, request in enumerate(self._requests):
-                self._held.append(self._hold(request, number in self._in_host))
+                self._held.append(self._hold(request, number in self._in_host, until))
             if self._holds_any():
                 self._context.completions.expect(self)
-            until = self._context.clock() + self._within_s
             self._tier_pages = TierPages(self._context, [held.hold for held in self._held], until)
             # Which chunks are not lost.
             self._alive = np.ones(sum(len(held.hold.found) for held in self._held), bool)
@@ -185,9 +185,10 @@ class BatchRetrieval:
     def _holds_any(self) -> bool:
         return any(held.hold.found for held in self._held)
 
-    def _hold(self, request: CheckedRequest, in_host: bool) -> HeldRequest:
+    def _hold(self, request: CheckedRequest, in_host: bool, until: float) -> HeldRequest:
         first, context = request.first // request.chunk_size, self._context
-        hold = context.storage.hold(context.keys_of(request), first, in_host)
+        within_s = max(0.0, until - context.clock())
+        hold = context.storage.hold(context.keys_of(request), first, in_host, within_s)
         transfer = request.loads(first, first + len(hold.found))
         return HeldRequest(request, first * request.chunk_size, hold, transfer)
 

@@ -50,10 +50,14 @@ def is_sealed(descriptor: int) -> bool:
 
 
 class Filled(NamedTuple):
-    """How much of a memory is in huge pages, and on each NUMA node where there are several."""
+    """How much of a memory is in huge pages, and on each NUMA node where there are several.
+
+    `shares` were filled near their nodes.
+    """
 
     huge_bytes: int
     by_node: Mapping[int, int]
+    shares: Sequence[Share] = ()
 
 
 def fill(descriptor: int, num_bytes: int, num_threads: int, shares: Sequence[Share] = ()) -> Filled:
@@ -69,13 +73,13 @@ def fill(descriptor: int, num_bytes: int, num_threads: int, shares: Sequence[Sha
     memory = map_memory(descriptor, num_bytes)
     failure = _fill_shares(memory, num_threads, shares) if shares else give_by_threads(memory, num_threads)
     if failure == errno.EINVAL:  # before Linux 5.14
-        failure = _allocate(descriptor, num_bytes)
+        shares, failure = (), _allocate(descriptor, num_bytes)
     if failure:
         raise ConfigError(
             f"the system does not have {num_bytes / 2**30:.2f} GiB for shared memory: "
             f"{os.strerror(failure)}; lower --size, or give the container more"
         )
-    return Filled(huge_bytes(memory), bytes_by_node(memory) if shares else {})
+    return Filled(huge_bytes(memory), bytes_by_node(memory) if shares else {}, shares)
 
 
 def _fill_shares(memory: torch.Tensor, num_threads: int, shares: Sequence[Share]) -> int:

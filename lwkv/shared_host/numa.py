@@ -98,15 +98,19 @@ def _node_on_bus(device: torch.device, buses: Path) -> int:
 
 
 def bytes_by_node(memory: torch.Tensor) -> dict[int, int]:
-    """How much of a mapping, all of `memory`, is on each node; nothing where the system does not say."""
+    """How much of a mapping, all of `memory`, is on each node.
+
+    Nothing where the system does not say, or nothing of it is mapped yet.
+    """
     begin, found = f"{memory.data_ptr():x} ", dict[int, int]()
     with suppress(OSError, ValueError), open("/proc/self/numa_maps") as lines:
         for line in lines:
             if line.startswith(begin):
                 words = [word.partition("=") for word in line.split()]
-                size = next(int(value) << 10 for name, _, value in words if name == "kernelpagesize_kB")
+                sizes = [int(value) << 10 for name, _, value in words if name == "kernelpagesize_kB"]
                 return {
                     int(name[1:]): int(value) * size
+                    for size in sizes
                     for name, _, value in words
                     if name[0] == "N" and name[1:].isdigit()
                 }

@@ -82,7 +82,7 @@ class Op(IntEnum):
     BYE = 12
     """Note: nobody of this client reads or writes a page any more."""
     SOON = 14
-    """Note: a request comes at once. The owner does not go to sleep before."""
+    """Note: a request comes at once. The owner stays awake for it for AWAKE_S at most."""
 
 
 class Message(NamedTuple):

@@ -94,15 +94,15 @@ class Guard:
         self._gauges = TierGauges(tier, timeout_s, counters, clock)
         self._end = CircuitBreaker(tier.name, "close", 1, timeout_s, counters, clock)
 
-    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Whether each chunk is there; blocks for `timeout_s` at most, after which none is."""
+    def contains(self, keys: Sequence[ChunkKey], within_s: float = float("inf")) -> list[bool]:
+        """Whether each chunk is there; blocks for `timeout_s` and `within_s` at most, after which none is."""
         if not keys:
             return []
         if not self._reads.is_answering():  # what cannot be read is not there
             self._counters.add(f"{self.name}_skipped")
             return [False] * len(keys)
         call = self._looks.submit(partial(self._contains, keys))
-        wait([call], waitable(self._timeout_s))
+        wait([call], waitable(min(self._timeout_s, within_s)))
         if not call.done():
             self._looks.is_answering()  # logs it, once
             call.cancel()

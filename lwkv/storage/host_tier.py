@@ -113,11 +113,11 @@ class HostTier:
             return [key in self._chunks for key in keys]
 
     def announce(self) -> None:
-        """Note that chunks are pinned within a millisecond. Nothing to do here: nobody has to wake up."""
+        """Note that chunks will be pinned within a millisecond. Nothing to do here: nobody has to wake up."""
 
     def find(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
-        """The chunks that are here, neither pinned nor used: for whoever has its pages shared before any is
-        evicted."""
+        """The chunks that are here, neither pinned nor used. The caller must share their pages before it
+        evicts any."""
         with self._lock:
             return list(map(self._chunks.get, keys))
 

@@ -45,12 +45,17 @@ class LowerTiers:
         self._given_up = 0
         self._lock = threading.Lock()
 
-    def find(self, keys: Sequence[ChunkKey], known: Sequence[bool]) -> list[Guard | None]:
-        """For each key that is not `known`, the nearest tier that has it."""
+    def find(
+        self, keys: Sequence[ChunkKey], known: Sequence[bool], within_s: float = float("inf")
+    ) -> list[Guard | None]:
+        """For each key that is not `known`, the nearest tier that has it, as far as they say so
+        within `within_s`."""
         found: list[Guard | None] = [None] * len(keys)
+        until = time.monotonic() + within_s
         for guard in self.guards:
             rest = [i for i, there in enumerate(known) if not there and found[i] is None]
-            for i, there in zip(rest, guard.contains([keys[i] for i in rest]), strict=True):
+            left = max(0.0, until - time.monotonic())
+            for i, there in zip(rest, guard.contains([keys[i] for i in rest], left), strict=True):
                 found[i] = guard if there else None
         return found
 

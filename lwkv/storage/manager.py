@@ -108,18 +108,25 @@ class StorageManager:
             self.lower.follow(keys[:length])  # what was promised is not to go before it is loaded
         return length
 
-    def hold(self, keys: Sequence[ChunkKey], first: int = 0, in_host: bool = False) -> Hold:
+    def hold(
+        self,
+        keys: Sequence[ChunkKey],
+        first: int = 0,
+        in_host: bool = False,
+        within_s: float = float("inf"),
+    ) -> Hold:
         """Pin the longest cached prefix of `keys` from chunk `first` on until `Hold.release`.
 
         Args:
             keys: all chunks of a prompt. Those before `first` are used as well, and not held.
             in_host: take what is in host memory only: no tier below is asked, nor waited for.
+            within_s: seconds after which no tier below is waited for, if that is before the end of its time.
         """
         prompt, parents = keys, parents_of(keys)[first:]
         keys = keys[first:]
         pinned = self.host.pin(keys)
         self.host.use(prompt[:first])
-        lower = self.lower.find(keys, [in_host or chunk is not None for chunk in pinned])
+        lower = self.lower.find(keys, [in_host or chunk is not None for chunk in pinned], within_s)
         found = [Found(*item) for item in zip(keys, pinned, lower, parents, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
         # All chunks of a hold are in host memory at the end: what cannot be there is not promised.
@@ -163,7 +170,8 @@ class StorageManager:
             keys: all chunks of a prompt, or of several, one prompt after the other.
             parents: the chunk before each, None for a prompt's first; without them `keys` are one prompt's.
             new: positions of those that may be written; all by default.
-            unnamed: has the pages for these, and goes over into what is returned; not where that is None.
+            unnamed: has the pages for these, and goes over into what is returned. Where None is returned, its
+                pages stay the caller's.
 
         Returns None where there is nothing to store: all known, frozen, another engine's, or no room for a
         single one.
@@ -319,10 +327,12 @@ class StorageManager:
     ) -> tuple[list[int], Int64s, Int64s]:
         """As `_take_pages`, out of `pages` for all `new`, int64 (layers, chunks); and those left over."""
         wanted = self._claim(keys, new)
-        if len(wanted) == len(new):
-            return wanted, pages, pages[:, :0]
-        needed = np.isin(new, wanted)
-        return wanted, pages[:, needed], pages[:, ~needed]
+        with ExitStack() as undo:
+            undo.callback(self._unclaim, [keys[i] for i in wanted])
+            needed = np.isin(new, wanted)
+            shared = pages[:, needed], pages[:, ~needed]
+            undo.pop_all()
+        return wanted, *shared
 
     def _as_many_pages(self, num_chunks: int) -> Int64s:
         """Pages for up to `num_chunks` chunks, as many as can be had."""

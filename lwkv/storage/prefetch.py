@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 
 from lwkv.background.workers import Workers
@@ -178,9 +179,21 @@ class Prefetch:
         if released:
             group.hold.release()
         else:
-            layers = self._layers if group.hold.lower else ()
-            group.watch(self._storage.layerwise_batched_get(group.hold, layers), self._end_group)
+            self._begin_group(group)
         return True
+
+    def _begin_group(self, group: Group) -> None:
+        layers = self._layers if group.hold.lower else ()
+        with ExitStack() as undo:
+            undo.callback(self._drop_group, group)
+            arriving = self._storage.layerwise_batched_get(group.hold, layers)
+            undo.pop_all()
+        group.watch(arriving, self._end_group)
+
+    def _drop_group(self, group: Group) -> None:
+        with self._lock:
+            self._groups.discard(group)
+        group.hold.release()
 
     def _asked(self, job: Future[None]) -> None:
         if job.cancelled() or job.exception() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -121,6 +122,20 @@ def test_each_part_is_given_by_threads_on_its_node(monkeypatch: pytest.MonkeyPat
     assert [on for _, on in sorted(given.items())] == [set(before[:1]), set(before[-1:])]
     assert sorted(os.sched_getaffinity(0)) == before
     assert sum(filled.by_node.values()) in (0, size)  # 0 where the system does not say
+
+
+def test_memory_that_no_thread_of_a_node_gave_is_said_to_be_near_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on systems before Linux 5.14: the memory is there, and nothing of it is mapped."""
+    monkeypatch.setattr(mapping, "give", lambda address, num_bytes: errno.EINVAL)
+    processors = frozenset(os.sched_getaffinity(0))
+    size = 4 << 20
+    descriptor = make_memory(size)
+    filled = fill(descriptor, size, 2, spread(size, 2 << 20, [Node(0, processors), Node(1, processors)]))
+    assert (filled.by_node, filled.shares) == ({}, ())
+    assert bytes_by_node(mapping.map_memory(descriptor, size)) == {}
+    os.close(descriptor)
 
 
 def test_where_memory_is_can_be_seen_and_is_said() -> None:

@@ -71,6 +71,21 @@ def test_one_that_fails_ends_and_holds_nothing(fault: Fault, call: str) -> None:
     rig.end()
 
 
+def test_one_of_which_nothing_can_be_asked_ends_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, _, prefetches = below()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(rig.manager, "layerwise_batched_get", refuse)
+        prefetches.begin(1, keys(*NUMBERS), 0)
+        settle(rig, prefetches)
+    assert prefetches.ended() == [1]
+    assert rig.host.pins == 0
+    rig.end()
+
+
 def test_what_is_beyond_the_room_in_host_memory_is_left_out() -> None:
     rig, _, prefetches = below(num_chunks=5)
     pinned = rig.begin(20, 21, 22)

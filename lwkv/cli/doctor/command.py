@@ -115,7 +115,7 @@ def _layer_by_layer(config: Config) -> str:
 def _pages(config: Config, features: Mapping[str, bool]) -> str:
     """What pages engines will have: see `lwkv.codecs.choice`."""
     if config.page_codec == "fp8":
-        return "fp8: LOSSY, loaded values are rounded to 4 significant bits (docs/page-format.md)"
+        return "fp8: LOSSY, loaded values are rounded to 4 significant bits or fewer (docs/page-format.md)"
     if config.page_codec != "auto":
         return config.page_codec
     if not features.get("lossless_pages"):

@@ -264,6 +264,8 @@ class NodeIndex:
     def _usable(self, limit: bytes) -> int:
         """The end of the pages that a client can use."""
         (end,) = read_numbers(limit).tolist()
+        if end < 0:
+            raise ProtocolError(f"got {end} pages that a client can use; allowed: 0 or more")
         return int(end)
 
     def _below(self, end: int, chunks: Sequence[Chunk | None]) -> list[Chunk | None]:

@@ -33,7 +33,7 @@ AWAKE_S = 0.001
 """Seconds that the owner looks for a request that was announced: to wake up takes as long as to answer it."""
 
 NOTHING = Message(Op.PIN, 0, [pack_numbers([0]), b""])
-"""A pin of no chunk: what is announced is answered faster where the caches have what it needs."""
+"""A pin of no chunk: what is announced is answered faster where the processor's caches have what it needs."""
 
 ACCEPT_REST_S = 1.0
 """Seconds without new connections where one could not be taken."""

@@ -55,6 +55,12 @@ def commit_with(
     index.handle(client, Message(Op.COMMIT, 0, [*parts, pack_spills(beside)]))
 
 
+def test_a_client_can_use_no_fewer_than_no_pages() -> None:
+    index = NodeIndex(PAGES, 5)
+    with pytest.raises(ProtocolError, match="got -1 pages that a client can use; allowed: 0 or more"):
+        index.handle(index.client(), Message(Op.RESERVE, 1, [pack_numbers([-1]), pack_numbers([1])]))
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(Op), st.lists(PARTS, max_size=6)), max_size=8))
 def test_any_request_is_answered_or_refused_and_a_client_that_is_gone_leaves_no_hold(

@@ -61,6 +61,8 @@ class HybridScheduler:
         self._requests: dict[str, HybridRequest] = {}
         self._to_store: dict[str, HybridRequest] = {}
         self._to_load: dict[str, HybridRequest] = {}
+        # Requests that were here at a reset, and may have blocks from before it.
+        self._stale: set[str] = set()
         self._chain = self._epoch = ""
         self._step = 0
         self._counted: dict[str, int] = {}
@@ -120,7 +122,7 @@ class HybridScheduler:
             self._promises.leave(request_id)
         if not (num_loaded and self.loads_apart):
             tracked.failed = 0
-        if self._role.stores:
+        if self._role.stores and request_id not in self._stale:
             self._to_store[request_id] = tracked
 
     def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
@@ -180,6 +182,7 @@ class HybridScheduler:
     def reset(self) -> None:
         """Find nothing any more that was stored before, nor what is still being stored."""
         self._epoch = uuid4().hex
+        self._stale.update(self._requests)
         self._requests.clear()
         self._to_store.clear()
         self._promises.clear()
@@ -199,6 +202,7 @@ class HybridScheduler:
     def _forget(self, request_id: str) -> None:
         for requests in (self._requests, self._to_store, self._to_load):
             requests.pop(request_id, None)
+        self._stale.discard(request_id)
         self._promises.leave(request_id)
 
     def _look_up(self, tracked: HybridRequest, num_local: int) -> int | None:

@@ -143,10 +143,13 @@ class SchedulerSide:
         """
         if not is_cacheable(request):
             return
+        is_new = self._requests.find(request.request_id) is None
         tracked = self._follow(request)
         before = None if self.blending is None else self.blending.comes_back(request)
         if before is not None:
             tracked.come_back(blocks, before)
+            if is_new:  # a reset came meanwhile: nothing is stored that rests on what was before
+                tracked.blended_from = 0
             self._requests.wake(tracked)
             return
         names: list[Hashable] = [request.request_id, segments_of(request.request_id)]

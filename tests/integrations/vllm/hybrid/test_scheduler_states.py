@@ -109,6 +109,18 @@ def test_a_request_is_loaded_before_it_is_scheduled_and_comes_again_with_nothing
     assert (orders.loads, orders.loads_apart) == ([], [])
 
 
+def test_what_was_loaded_before_a_reset_is_not_stored_after_it() -> None:
+    side = make()
+    compute(side, Request("a", prompt(1, 37)), [32, 37])
+    request = Request("b", prompt(1, 37))
+    assert ask(side, request) == 32
+    side.allocated(request, tables(32, 32), 32)
+    answer(side, side.orders(output({})))
+    side.reset()
+    assert compute(side, request, [37], 32) == []
+    assert compute(side, Request("b", prompt(1, 37)), [32, 37]) != []
+
+
 def test_a_state_is_found_at_its_own_token_alone() -> None:
     side = make()
     compute(side, Request("a", prompt(1, 36)), [32, 36])

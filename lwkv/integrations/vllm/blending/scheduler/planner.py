@@ -37,6 +37,7 @@ class Prompt:
         is_given_up: whether it has waited too long for them.
         under_way: what steps of others bring while it waits; None for nothing.
         has_failed: whether such a one has brought nothing.
+        had_plan: whether something could be blended when it was looked at last.
     """
 
     request: Any
@@ -47,6 +48,7 @@ class Prompt:
     is_given_up: bool = False
     under_way: Plan | None = None
     has_failed: bool = False
+    had_plan: bool = False
 
 
 class BlendPlanner:
@@ -144,17 +146,21 @@ class BlendPlanner:
         if prompt is None:
             return 0
         prompt.plan = None
-        # vLLM asks again where nothing is left of what it waited for.
+        # Asked about again: its blend has failed.
         prompt.has_failed |= prompt.under_way is not None
         prompt.under_way = None
         if prompt.has_failed:
             return 0
         if self._awaits_tiers(prompt, num_local, num_exact):
             return None
+        is_next = not self._is_taken and self._waiting is None
+        if prompt.had_plan and not is_next:  # all that wait are asked about in every step
+            return None
         plan = self._plan(prompt, num_local, num_exact)
+        prompt.had_plan = plan is not None
         if plan is None:
             return 0
-        if self._is_taken or self._waiting is not None:
+        if not is_next:
             return None
         if not self._settled.has(request, num_local):
             return None if self._awaits_blocks(prompt) else 0

@@ -231,8 +231,10 @@ class BlendWorker:
         """Whether all that was promised has arrived: else what was computed may rest on garbage."""
         prompt = _computed(order)
         # No step waits for a tier below because of a segment, which was brought from there if it was in time.
-        segments = range(len(loads) - len(order.segments), len(loads))
-        with closing(self._segments.retrieval(loads, in_host=segments)) as retrieval:
+        # Nor because of the exact prefix of a prompt that waits, which was promised out of host memory.
+        first = 0 if order.waiting is not None else len(loads) - len(order.segments)
+        in_host = range(first, len(loads))
+        with closing(self._segments.retrieval(loads, in_host=in_host)) as retrieval:
             # A rank that lacks a chunk computes its tokens, and so do the others.
             reuse = lay_out(prompt, loads, self._ranks.least(retrieval.hold()))
             chosen = self._choose_share(order, reuse)

@@ -172,7 +172,7 @@ class ChunkIndex:
 
     def has(self, keys: RankKeys, chunk: int) -> bool:
         """Whether a chunk is in every rank's host memory."""
-        return self.are_kept(keys, range(chunk, chunk + 1))[0]
+        return bool(keys) and all(own[chunk].hash in rank.kept for rank, own in self._each(keys))
 
     def are_kept(self, keys: RankKeys, chunks: range) -> list[bool]:
         """Which of these chunks are in every rank's host memory; none before all ranks are known."""
@@ -183,7 +183,8 @@ class ChunkIndex:
 
     def in_host(self, keys: RankKeys) -> list[str | None]:
         """HOST for each chunk that is in every rank's host memory, None for others. No tier is asked."""
-        return [HOST if self.has(keys, chunk) else None for chunk in range(len(keys[0]) if keys else 0)]
+        kept = self.are_kept(keys, range(len(keys[0]) if keys else 0))
+        return [HOST if is_kept else None for is_kept in kept]
 
     def found(self, keys: RankKeys) -> list[str | None]:
         """The tier of each chunk that every rank has, or None; empty before all ranks are known.
