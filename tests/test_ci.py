@@ -113,7 +113,8 @@ def test_arguments_go_to_pytest(tmp_path: Path, arguments: tuple[str, ...], give
 def test_ci_runs_all_tests_also_those_inside_engines() -> None:
     commands = (TREE / ".ci" / "run").read_text()
     assert 'bash "$ci/test" --all\n' in commands
-    assert {'bash "$ci/vllm"', 'bash "$ci/sglang"'} <= set(commands.splitlines())
+    assert {'bash "$ci/vllm" || failed=1', 'wait "$sglang" || failed=1'} <= set(commands.splitlines())
+    assert 'bash "$ci/sglang" >"$printed" 2>&1 &\nsglang=$!\n' in commands
 
 
 def test_every_file_is_counted_in_one_part() -> None:
