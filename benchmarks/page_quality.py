@@ -11,33 +11,28 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
 
 from lwkv.benchmarks.bench.findings import table
 from lwkv.benchmarks.blending.tasks import needle, two_hops
 from lwkv.cli.demo.arguments import add_model_arguments, load_chosen
-from lwkv.cli.demo.blend.trial import BLOCK_SIZE, CHUNK_SIZE, Task, prompt_of
+from lwkv.cli.demo.blend.trial import CHUNK_SIZE, Task, prompt_of
 from lwkv.config.settings import Config
 from lwkv.engine import CacheEngine
 from lwkv.platforms import Platform, detect_platform
 from lwkv.reference import (
     QUESTIONS,
     Model,
-    NoCache,
-    PagedCache,
     Tokenizer,
     document_prompt,
-    forward,
     open_cache_engine,
 )
-from lwkv.reference.batch import Part, build_batch
-from lwkv.reference.request import block_slots
+from lwkv.reference.one_prompt import OnePrompt, divergence
 
 CODECS = ("raw", "lossless", "fp8")
 NUM_ANSWER, LONGEST = 8, 2400
@@ -65,17 +60,7 @@ class Trial:
     """A model, and an engine on its cache for each codec. The caller closes it."""
 
     def __init__(self, model: Model, platform: Platform, codecs: Sequence[str] = CODECS) -> None:
-        self._model = model
-        self._num_blocks = -(-LONGEST // BLOCK_SIZE)
-        self._cache = PagedCache(
-            model.shape,
-            num_blocks=self._num_blocks,
-            block_size=BLOCK_SIZE,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        # Falling, so that nothing works only where blocks happen to be in order.
-        self._blocks = list(range(self._num_blocks))[::-1]
+        self._prompt = OnePrompt(model, LONGEST)
         self._engines: dict[str, CacheEngine] = {}
         with ExitStack() as stack:
             for codec in codecs:
@@ -89,7 +74,7 @@ class Trial:
     def measure(self, tokens: Sequence[int], stop_tokens: Collection[int]) -> dict[str, Outcome]:
         """Compute a prompt and its greedy answer in full, store it, and load it with each codec."""
         logits, answer = self._answer(tokens, stop_tokens)
-        slots = block_slots(self._blocks, len(tokens), BLOCK_SIZE)
+        slots = self._prompt.slots(len(tokens))
         for engine in self._engines.values():
             engine.store(tokens, slot_mapping=slots)
             if not engine.flush():
@@ -99,44 +84,30 @@ class Trial:
 
     def _open(self, codec: str, platform: Platform) -> CacheEngine:
         config = Config(page_codec=codec, chunk_size=CHUNK_SIZE, max_local_cpu_size=0.5)
-        return open_cache_engine(config, self._model, self._cache, "quality", platform=platform)
+        return open_cache_engine(config, self._prompt.model, self._prompt.cache, "quality", platform=platform)
 
     def _answer(self, tokens: Sequence[int], stop_tokens: Collection[int]) -> tuple[Tensor, list[int]]:
         """The logits of the greedy answer's tokens, and these, of a prompt that is computed."""
-        logits = [self._forward(tokens, 0)[-1:]]
-        answer = [int(logits[0].argmax())]
-        while len(answer) < NUM_ANSWER and answer[-1] not in stop_tokens:
-            logits.append(self._forward(answer[-1:], len(tokens) + len(answer) - 1))
-            answer.append(int(logits[-1].argmax()))
-        return torch.cat(logits), answer
+        logits = self._prompt.compute(tokens, 0)[-1:]
+        answer, more = self._prompt.decode(len(tokens), int(logits.argmax()), NUM_ANSWER, stop_tokens)
+        return torch.cat([logits, more]), answer
 
     def _load(
         self, engine: CacheEngine, tokens: Sequence[int], answer: Sequence[int], slots: Tensor
     ) -> Tensor:
         """The logits of the answer's tokens, over what is loaded; what is not, is computed first."""
-        self._cache.fill(float("nan"))
+        self._prompt.cache.fill(float("nan"))
         found = int(engine.retrieve(tokens, slot_mapping=slots).sum())
         if found != len(tokens) // CHUNK_SIZE * CHUNK_SIZE:
             raise RuntimeError(f"{found} of {len(tokens)} tokens were loaded: not all whole chunks")
         start = min(found, len(tokens) - 1)
-        return self._forward([*tokens[start:], *answer[:-1]], start)[len(tokens) - start - 1 :]
-
-    def _forward(self, tokens: Sequence[int], start: int) -> Tensor:
-        """Compute tokens at positions from `start` on, over what is in the cache; the logits of each."""
-        batch = build_batch([Part(tokens, start, self._blocks)], BLOCK_SIZE, self._model.device)
-        everyone = torch.arange(len(tokens), device=self._model.device)
-        return forward(self._model, self._cache, replace(batch, last_rows=everyone), NoCache())
+        return self._prompt.compute([*tokens[start:], *answer[:-1]], start)[len(tokens) - start - 1 :]
 
 
 def compare(found: Tensor, raw: Tensor, wanted: Tensor) -> Outcome:
     """Logits [tokens, vocabulary] with a codec, with raw pages, and of the full prefill."""
     same = torch.equal(found.argmax(-1), wanted.argmax(-1))
-    return Outcome(_kl(found, wanted), _kl(found, raw), int((found != raw).sum()), same)
-
-
-def _kl(found: Tensor, wanted: Tensor) -> float:
-    ours, theirs = (logits.float().log_softmax(-1) for logits in (found, wanted))
-    return float(kl_div(ours, theirs, log_target=True, reduction="none").sum(-1).mean().clamp_min(0))
+    return Outcome(divergence(found, wanted), divergence(found, raw), int((found != raw).sum()), same)
 
 
 def prompts(tokenizer: Tokenizer, tasks: range) -> dict[str, list[list[int]]]:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 import numpy as np
 
 from lwkv.codecs.page_codec import Coder
+from lwkv.codecs.page_form import AForm
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Int64s
-
-
-class Form(Protocol):
-    """Where the parts of a coded page are; equal forms have equal hashes."""
-
-    @property
-    def page_bytes(self) -> int: ...
-
-    def __hash__(self) -> int: ...
-
-
-AForm = TypeVar("AForm", bound=Form)
 
 
 class CodedPages(Generic[AForm]):

@@ -22,12 +22,11 @@ import numpy.typing as npt
 import torch
 
 from lwkv.codecs.page_codec import Flags
+from lwkv.codecs.page_form import HEADER_BYTES, aligned
 
 MAGIC = struct.unpack("<2i", b"LWKVFP8P")
 VERSION = 1
-HEADER_BYTES = 64
 KINDS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-PAGE_ALIGNMENT = 4096
 TOPS_ALIGNMENT = 16
 INFINITY, NAN, LARGEST = 0x78, 0x7F, 0x77
 """Codes without a sign; the largest of a number."""
@@ -59,8 +58,12 @@ class Fp8Form:
 
     @cached_property
     def page_bytes(self) -> int:
-        """A multiple of 4096, as pages of host memory and of files are: neighbours are copied together."""
-        return -(-self.codes_end // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        return aligned(self.codes_end)
+
+    @property
+    def head_bytes(self) -> int:
+        """The header: see `fits`."""
+        return HEADER_BYTES
 
     @property
     def kind(self) -> int:
@@ -78,6 +81,10 @@ class Fp8Form:
         return words
 
     def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
-        """As Coder's, and as its `whole`: the header is this form's. Any bytes behind it can be decoded."""
+        """As Coder's: the header is this form's."""
         words = np.ascontiguousarray(headers).view("<i4")
         return np.asarray((words == self.header).all(axis=1), bool)
+
+    def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
+        """As Coder's: any bytes behind the header can be decoded."""
+        return self.fits(heads)

@@ -24,14 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lwkv.codecs.page_codec import Flags
+from lwkv.codecs.page_form import HEADER_BYTES, aligned
 
 MAGIC = struct.unpack("<2i", b"LWKVPAGE")
 VERSION = 1
-HEADER_BYTES = 64
 GROUP = 16
 ZERO, ESCAPE = 14, 15
 FARTHEST = 13
-PAGE_ALIGNMENT = 4096
 ELEMENTS_PER_ESCAPE = 64
 """There is room for at least one escape in so many elements. In real models a few of 10,000 are escapes."""
 
@@ -73,9 +72,7 @@ class LosslessForm:
 
     @cached_property
     def page_bytes(self) -> int:
-        """A multiple of 4096, as pages of host memory and of files are: neighbours are copied together."""
-        least = self.escapes_at + -(-self.rows * self.width // ELEMENTS_PER_ESCAPE)
-        return -(-least // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        return aligned(self.escapes_at + -(-self.rows * self.width // ELEMENTS_PER_ESCAPE))
 
     @property
     def capacity(self) -> int:

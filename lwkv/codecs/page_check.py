@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lwkv.codecs.page_codec import Flags, PageCodec
+from lwkv.codecs.page_codec import Coder, Flags, PageCodec
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Int64s
 from lwkv.pool.host_pool import HostPool
@@ -17,6 +17,7 @@ class PageCheck:
 
     def __init__(self, codec: PageCodec, layers: Sequence[PagedLayer], pool: HostPool) -> None:
         self._coders = [codec.coder(layer) for layer in layers]
+        self._only = self._coders[0] if len(set(map(id, self._coders))) == 1 else None
         self._pool = pool
 
     def whole(self, layer: int, pages: Int64s) -> Flags:
@@ -31,10 +32,15 @@ class PageCheck:
 
         Layers of one form are looked at together: at the end of a store, somebody waits for this.
         """
+        if self._only is not None:
+            return self._fit(self._only, pages)
         found = np.ones(pages.shape, bool)
         coders = [self._coders[layer] for layer in layers]
         for coder in {id(coder): coder for coder in coders if coder is not None}.values():
             rows = [row for row, other in enumerate(coders) if other is coder]
-            headers = self._pool.heads(pages[rows].ravel(), coder.header_bytes)
-            found[rows] = coder.fits(headers).reshape(len(rows), -1)
+            found[rows] = self._fit(coder, pages[rows])
         return found
+
+    def _fit(self, coder: Coder, pages: Int64s) -> Flags:
+        headers = self._pool.heads(pages.ravel(), coder.header_bytes)
+        return coder.fits(headers).reshape(pages.shape)

@@ -5,50 +5,19 @@ Whole numbers only, so that all devices write the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lwkv.codecs.fp8_form import HEADER_BYTES, INFINITY, LARGEST, NAN, Fp8Form
-from lwkv.codecs.page_codec import Flags, PagedCoder
-from lwkv.codecs.torch_pages import pairs
-from lwkv.layouts.paged_layer import PagedLayer
+from lwkv.codecs.fp8_form import INFINITY, LARGEST, NAN, Fp8Form
+from lwkv.codecs.torch_pages import TorchPages
 
 _INFINITE, _NAN, _HALF_NAN = 0x7F800000, 0x7FC00000, 0x7E00
 _HIDDEN, _MANTISSA, _MAGNITUDE = 0x800000, 0x7FFFFF, 0x7FFFFFFF
 
 
-class TorchFp8:
-    """A `Coder` for any device. In inference mode, as the kernels are."""
-
-    takes_handles = False
-
-    def __init__(self, form: Fp8Form) -> None:
-        self._form = form
-        self.raw_bytes, self.page_bytes = form.raw_bytes, form.page_bytes
-        self.head_bytes = self.header_bytes = HEADER_BYTES
-
-    @torch.inference_mode()
-    def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
-        for source, target in pairs(self._form, raw, coded, num_pages):
-            self._encode(source, target)
-
-    @torch.inference_mode()
-    def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
-        for target, source in pairs(self._form, raw, coded, num_pages):
-            self._decode(source, target)
-
-    def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
-        return None
-
-    def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
-        return self._form.fits(heads)
-
-    def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
-        return self._form.fits(headers)
+class TorchFp8(TorchPages[Fp8Form]):
+    """A `Coder` for any device."""
 
     def _encode(self, raw: Tensor, coded: Tensor) -> None:
         form = self._form

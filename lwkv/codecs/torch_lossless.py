@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lwkv.codecs.lossless_form import ESCAPE, FARTHEST, GROUP, HEADER_BYTES, ZERO, LosslessForm
-from lwkv.codecs.page_codec import Flags, PagedCoder
-from lwkv.codecs.torch_pages import pairs
-from lwkv.layouts.paged_layer import PagedLayer
+from lwkv.codecs.lossless_form import ESCAPE, FARTHEST, GROUP, ZERO, LosslessForm
+from lwkv.codecs.torch_pages import TorchPages
 
 
-class TorchLossless:
-    """A `Coder` for any device. In inference mode, as the kernels are."""
-
-    takes_handles = False
-
-    def __init__(self, form: LosslessForm) -> None:
-        self._form = form
-        self.raw_bytes, self.page_bytes, self.head_bytes = form.raw_bytes, form.page_bytes, form.head_bytes
-        self.header_bytes = HEADER_BYTES
-
-    @torch.inference_mode()
-    def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
-        for source, target in pairs(self._form, raw, coded, num_pages):
-            self._encode(source, target)
-
-    @torch.inference_mode()
-    def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
-        for target, source in pairs(self._form, raw, coded, num_pages):
-            self._decode(source, target)
-
-    def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
-        return None
-
-    def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
-        return self._form.whole(heads)
-
-    def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
-        return self._form.fits(headers)
+class TorchLossless(TorchPages[LosslessForm]):
+    """A `Coder` for any device."""
 
     def _encode(self, raw: Tensor, coded: Tensor) -> None:
         form, pages = self._form, len(raw)

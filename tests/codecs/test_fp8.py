@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from page_coders import MakeCoder, decoded, encoded
 from torch import Tensor
 
-from lwkv.codecs.fp8_form import HEADER_BYTES, KINDS, Fp8Form
+from lwkv.codecs.fp8_form import KINDS, Fp8Form
+from lwkv.codecs.page_form import HEADER_BYTES
 from lwkv.codecs.torch_fp8 import TorchFp8
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "fp8_pages.json").read_text())

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from lwkv.codecs.fp8_form import HEADER_BYTES, MAGIC, VERSION, Fp8Form
-from lwkv.codecs.page_codec import Flags, PagedCoder
+from lwkv.codecs.fp8_form import MAGIC, VERSION, Fp8Form
+from lwkv.codecs.page_codec import PagedCoder
 from lwkv.codecs.triton import fp8_source
 from lwkv.codecs.triton.launch import Kernel, Pointer
-from lwkv.codecs.triton.places import PLACES, SLOTS, cache_places
+from lwkv.codecs.triton.pages import PagesInCache, TritonPages
+from lwkv.codecs.triton.places import PLACES, SLOTS, cache_constants, cache_places
 from lwkv.kernels.triton.launch import is_callable_compiled
 from lwkv.layouts.paged_layer import PagedLayer
 
@@ -31,7 +30,7 @@ class Tuning(NamedTuple):
 
 
 class Kernels:
-    """The kernels of one form of pages, which differ in where rows are when they are not coded.
+    """`PageKernels` of fp8.
 
     Args:
         decode, encode: see `lwkv.codecs.triton.fp8_source`.
@@ -61,82 +60,40 @@ class Kernels:
     def encode(
         self, num_pages: int, tensors: Sequence[Tensor], handle: int | None, numbers: Sequence[int] = ()
     ) -> None:
-        """Queue what codes so many pages, all layers together; `tensors` begin with the coded ones."""
         self._encode((self._tiles, num_pages, 1), tensors, handle, numbers)
 
     def decode(
         self, num_pages: int, tensors: Sequence[Tensor], handle: int | None, numbers: Sequence[int] = ()
     ) -> None:
-        """Queue what decodes so many pages."""
         self._decode((self._tiles, num_pages, 1), tensors, handle, numbers)
 
 
-class TritonFp8:
-    """A `Coder` for devices with Triton. The first calls compile, for about a second."""
+class TritonFp8(TritonPages[Fp8Form]):
+    """A `Coder` for devices with Triton."""
 
     def __init__(self, form: Fp8Form, tuning: Tuning = Tuning()) -> None:  # noqa: B008
-        self._form, self._tuning = form, tuning
-        self.raw_bytes, self.page_bytes = form.raw_bytes, form.page_bytes
-        self.head_bytes = self.header_bytes = HEADER_BYTES
-        self.takes_handles = is_callable_compiled(fp8_source.decode)
+        self._tuning = tuning
         raw = Pointer(1, _element(form))
         most: int = triton.next_power_of_2(form.rows)
-        self._kernels = Kernels(form, tuning, (fp8_source.decode, fp8_source.encode), [raw], most)
+        kernels = Kernels(form, tuning, (fp8_source.decode, fp8_source.encode), [raw], most)
+        super().__init__(form, kernels, is_callable_compiled(fp8_source.decode))
 
     def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
         alike = len({layer.form for layer in layers}) == 1
-        return PagedFp8(self._form, layers, self._tuning) if alike else None
-
-    def encode(self, raw: Tensor, coded: Tensor, num_pages: int, handle: int | None = None) -> None:
-        self._kernels.encode(num_pages, (coded, raw), handle)
-
-    def decode(self, coded: Tensor, raw: Tensor, num_pages: int, handle: int | None = None) -> None:
-        self._kernels.decode(num_pages, (coded, raw), handle)
-
-    def whole(self, heads: npt.NDArray[np.uint8]) -> Flags:
-        return self._form.fits(heads)
-
-    def fits(self, headers: npt.NDArray[np.uint8]) -> Flags:
-        return self._form.fits(headers)
+        return _in_cache(self._form, layers, self._tuning) if alike else None
 
 
-class PagedFp8:
-    """A `PagedCoder` for devices with Triton; `layers` are alike."""
-
-    def __init__(self, form: Fp8Form, layers: Sequence[PagedLayer], tuning: Tuning) -> None:
-        first = layers[0]
-        self.takes_handles = is_callable_compiled(fp8_source.decode_to_cache)
-        self._places, alignment = cache_places(layers, first.k.element_size())
-        self._cache_rows = first.num_rows
-        # A tile is of one part.
-        rows = form.rows // first.parts
-        most: int = rows & -rows if first.parts > 1 else triton.next_power_of_2(rows)
-        block, token, head, _ = first.k.stride()
-        where = first.parts, first.heads, first.k.shape[1], block, token, head, alignment
-        kernels = fp8_source.decode_to_cache, fp8_source.encode_from_cache
-        self._kernels = Kernels(form, tuning, kernels, [PLACES, SLOTS], most, where)
-
-    def encode(
-        self,
-        layers: Sequence[PagedLayer],
-        slots: Tensor,
-        coded: Tensor,
-        num_pages: int,
-        handle: int | None = None,
-    ) -> None:
-        tensors, numbers = (coded, self._places[layers[0]], slots), (num_pages, self._cache_rows)
-        self._kernels.encode(num_pages * len(layers), tensors, handle, numbers)
-
-    def decode(
-        self,
-        layers: Sequence[PagedLayer],
-        slots: Tensor,
-        coded: Tensor,
-        num_pages: int,
-        handle: int | None = None,
-    ) -> None:
-        tensors, numbers = (coded, self._places[layers[0]], slots), (num_pages, self._cache_rows)
-        self._kernels.decode(num_pages * len(layers), tensors, handle, numbers)
+def _in_cache(form: Fp8Form, layers: Sequence[PagedLayer], tuning: Tuning) -> PagesInCache:
+    """For layers that are alike."""
+    first = layers[0]
+    places, alignment = cache_places(layers, first.k.element_size())
+    # A tile is of one part.
+    rows = form.rows // first.parts
+    most: int = rows & -rows if first.parts > 1 else triton.next_power_of_2(rows)
+    sources = fp8_source.decode_to_cache, fp8_source.encode_from_cache
+    where = (*cache_constants(first, 1), alignment)
+    kernels = Kernels(form, tuning, sources, [PLACES, SLOTS], most, where)
+    return PagesInCache(kernels, places, first.num_rows, is_callable_compiled(fp8_source.decode_to_cache))
 
 
 def _element(form: Fp8Form) -> torch.dtype:

@@ -24,3 +24,10 @@ def cache_places(layers: Sequence[PagedLayer], word_bytes: int) -> tuple[Mapping
     aligned = all(address % ALIGNMENT == 0 for pair in addresses for address in pair)
     by_layer = {layer: places[number:] for number, layer in enumerate(layers)}
     return by_layer, ALIGNMENT if aligned else word_bytes
+
+
+def cache_constants(layer: PagedLayer, elements: int) -> tuple[int, ...]:
+    """Parts, heads and block size of a layer, and its strides of a block, a token and a head, in words of so
+    many `elements`."""
+    block, token, head, _ = (stride // elements for stride in layer.k.stride())
+    return layer.parts, layer.heads, layer.k.shape[1], block, token, head
