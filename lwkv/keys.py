@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,6 +28,8 @@ FORMAT_VERSION = 1
 """Goes up when the bytes of a page, or what a key is made of, change: older pages are never found then."""
 
 _SLUG_CHARS = 48
+MOST_ROOTS = 256
+"""Of prompts that were asked for last, kept: a store waits for the first key."""
 HASH_BYTES = 16
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ANY_IDS = "a list, tuple, range, 1-D integer array, or 1-D int32 or int64 tensor of ids from 0 to 2**63 - 1"
@@ -113,7 +116,7 @@ def chunk_keys(
     ids = as_token_ids(tokens).astype("<i8", copy=False)
     stop = len(ids) if partial else len(ids) - len(ids) % chunk_size
     data = memoryview(ids.tobytes())
-    parent = _root(namespace, chunk_size, salts) if after is None else after.hash
+    parent = _root(namespace, chunk_size, as_salts(salts)) if after is None else after.hash
     keys = []
     for start in range(0, 8 * stop, 8 * chunk_size):
         both = b"".join((parent, data[start : start + 8 * chunk_size]))
@@ -138,8 +141,9 @@ def as_token_ids(tokens: TokenIds) -> Int64s:
     return ids
 
 
-def _root(namespace: str, chunk_size: int, salts: Sequence[str]) -> bytes:
-    root = _encode([namespace, str(chunk_size), *as_salts(salts)])
+@lru_cache(MOST_ROOTS)
+def _root(namespace: str, chunk_size: int, salts: tuple[str, ...]) -> bytes:
+    root = _encode([namespace, str(chunk_size), *salts])
     return blake2b(root, digest_size=HASH_BYTES, person=b"lwkv root").digest()
 
 

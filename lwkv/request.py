@@ -13,7 +13,7 @@ import torch
 from lwkv.errors import RequestError
 from lwkv.keys import ChunkKey, as_salts, as_token_ids
 from lwkv.platforms.protocol import Int64s
-from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, joined
+from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, joined, lacks_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,10 @@ def _prompt(request: Request, chunking: Chunking) -> CheckedRequest:
         slots = np.minimum(slots, np.iinfo(np.int64).max)  # NO_SLOT is a signed number
     first = 0 if request.mask is None else _leading_false(request.mask, len(ids))
     salts, counts = as_salts(request.salts), chunking.chunk_tokens(len(ids))
-    return CheckedRequest(ids, slots.astype(np.int64), first, salts, chunking.chunk_size, counts)
+    slots = slots.astype(np.int64)
+    return CheckedRequest(
+        *(ids, slots, first, salts, chunking.chunk_size, counts), every_token=not lacks_slot(slots)
+    )
 
 
 def _leading_false(mask: Any, num_tokens: int) -> int:

@@ -45,11 +45,13 @@ class Transfer:
         slots: int64 (tokens,), each token's slot, chunk after chunk; NO_SLOT for a token that is not moved.
         device_slots: int64 (tokens,) on the device, where only that knows the slots: every token is moved
             then, and `slots` are zeros.
+        every_token: whether every token is known to be moved; else the slots are looked at.
     """
 
     chunk_tokens: Int64s
     slots: Int64s
     device_slots: torch.Tensor | None = None
+    every_token: bool = False
 
     @classmethod
     def join(cls, transfers: Sequence[Transfer]) -> Transfer:
@@ -58,7 +60,8 @@ class Transfer:
         on_device = [t.device_slots for t in transfers if t.device_slots is not None]
         # A single one as it is: no work for the device.
         device_slots = on_device[0] if len(on_device) == 1 else torch.cat(on_device) if on_device else None
-        return cls(counts, joined([transfer.slots for transfer in transfers]), device_slots)
+        slots = joined([transfer.slots for transfer in transfers])
+        return cls(counts, slots, device_slots, all(transfer.every_token for transfer in transfers))
 
     @property
     def num_chunks(self) -> int:
@@ -68,12 +71,13 @@ class Transfer:
         """Whether every chunk is full and every token of it moved."""
         if not (self.chunk_tokens == chunk_size).all():
             return False
-        return self.device_slots is not None or not lacks_slot(self.slots)
+        return self.every_token or self.device_slots is not None or not lacks_slot(self.slots)
 
     def only(self, chunks: npt.NDArray[np.bool_]) -> Transfer:
         """The same without the chunks that are False, bool (chunks,)."""
         moved = np.repeat(chunks, self.chunk_tokens)
-        return Transfer(self.chunk_tokens[chunks], self.slots[moved], self._device_slots_of(moved))
+        on_device = self._device_slots_of(moved)
+        return Transfer(self.chunk_tokens[chunks], self.slots[moved], on_device, self.every_token)
 
     def _device_slots_of(self, moved: npt.NDArray[np.bool_]) -> torch.Tensor | None:
         """Those of the tokens that are True: run by run, as an index would have to be sent to the device."""
@@ -155,6 +159,7 @@ class CheckedRequest:
         keys: of every chunk, where the caller made them; `ids` then mean nothing.
         device_slots: as in Transfer.
         parent: the chunk before the first of `keys`, if it is known.
+        every_token: whether every token is known to have a slot; else that is looked at.
     """
 
     ids: Int64s
@@ -166,6 +171,7 @@ class CheckedRequest:
     keys: list[ChunkKey] | None = None
     device_slots: torch.Tensor | None = None
     parent: ChunkKey | None = None
+    every_token: bool = False
 
     def loads(self, first_chunk: int, last_chunk: int) -> Transfer:
         """Move chunks [first_chunk, last_chunk), less the tokens that the engine has itself."""
@@ -178,13 +184,16 @@ class CheckedRequest:
     def saves(self) -> Transfer:
         """Move every chunk."""
         num_tokens = int(self.chunk_tokens.sum())
-        return Transfer(self.chunk_tokens, self.slots[:num_tokens], self._on_device(0, num_tokens))
+        on_device = self._on_device(0, num_tokens)
+        return Transfer(self.chunk_tokens, self.slots[:num_tokens], on_device, self.every_token)
 
     def new_chunks(self) -> npt.NDArray[np.bool_]:
         """Chunks that can be stored: not wholly in the masked part, and with a slot for every token."""
+        if self.every_token and not self.first:
+            return np.ones(len(self.chunk_tokens), bool)
         ends = np.cumsum(self.chunk_tokens)
         computed: npt.NDArray[np.bool_] = ends > self.first
-        if lacks_slot(self.slots):
+        if not self.every_token and lacks_slot(self.slots):
             without = np.cumsum(np.append(0, self.slots == NO_SLOT))
             computed &= without[ends] == without[ends - self.chunk_tokens]
         return computed

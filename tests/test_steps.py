@@ -274,13 +274,15 @@ class Shared:
 
     def open(self) -> CacheEngine:
         caches = {name: self.tensors[owner] for name, owner in zip(self.ENTRIES, self.OWNERS, strict=True)}
-        return CacheEngine.create(
+        engine = CacheEngine.create(
             Config(chunk_size=CHUNK, use_layerwise=True),
             self.oracle.metadata,
             caches,
             layout_hints={"block_size": self.oracle.dims.block_size},
             platform=self.oracle.platform,
         )
+        assert engine.wait_for_memory(20.0), "host memory is page-locked in the background"
+        return engine
 
     def forward(self, steps: LayerSteps, layers: Sequence[str | int], tokens: list[int], slots: Any) -> None:
         """One pass, in which only an entry that owns its KV writes it."""

@@ -57,10 +57,12 @@ class CompletionThread:
         """Block until the jobs submitted so far have ended; False if that takes over `timeout_s` seconds."""
         if not self.is_here():
             return self._jobs.empty()
-        passed = threading.Event()
-        self.submit(passed.set)
+        # A bare lock: whoever waits for an event is woken up and then waits for the lock within.
+        passed = threading.Lock()
+        passed.acquire()
+        self.submit(passed.release)
         # Whoever finds the thread at its end may have come too late to be passed.
-        return self._ended.is_set() or passed.wait(waitable(timeout_s))
+        return self._ended.is_set() or passed.acquire(timeout=waitable(timeout_s))
 
     def is_here(self) -> bool:
         """Whether this process has the thread; a forked child has not."""

@@ -52,7 +52,7 @@ class BufferedLoad(TurnedLoad):
 
     def send_tables(self) -> None:
         rows = self.rows_left()
-        self.places = self.plan.uploads.send(torch.from_numpy(rows)) if len(rows) else None
+        self.places = self.plan.uploads.send(rows) if len(rows) else None
         # By its name: a dataclass with slots is made anew, and super() looks for the one before.
         TurnedLoad.send_tables(self)
 

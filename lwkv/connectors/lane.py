@@ -42,9 +42,12 @@ class Lane:
         loads: whether it is for loads.
         raw_bytes: how much memory for raw pages, where those in staging are coded.
         one_stream: whether copies and kernels share a stream.
+        most_prefilled: how many buffers a load fills before it queues a layer; None for all. Batches that
+            begin one right after the other would fill each other's anew.
 
     Attributes:
         one_stream: as given.
+        most_prefilled: as given, in buffers.
         raw_pages: uint8 (raw_bytes,), the kernels stream's own: what it has decoded of one buffer, or is to
             code next.
     """
@@ -59,8 +62,10 @@ class Lane:
         loads: bool,
         raw_bytes: int = 0,
         one_stream: bool = False,
+        most_prefilled: int | None = None,
     ) -> None:
         self._platform, self._loads, self.one_stream = platform, loads, one_stream
+        self.most_prefilled = num_buffers if most_prefilled is None else most_prefilled
         self._move, self._takes_handles = partial(kernels.move_layers, loads), kernels.takes_handles
         # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
         # waits: they fill the gaps that the model's leave.

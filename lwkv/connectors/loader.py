@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lwkv.codecs.page_codec import PagedCoder
 from lwkv.connectors.lane import Lane, StagingBuffer
 from lwkv.connectors.transfer_plan import FIRST_LAYERS, Plan, Plans, Slice
 from lwkv.layouts.paged_layer import PagedLayer
@@ -39,7 +41,9 @@ class Load:
         prefilled: buffers that were filled ahead, in order; another batch may have filled them anew.
         recordings: of the layers whose copies are queued, by layer, until their kernels are.
         stream: the current one of the batch's last step.
+        is_plain: whether each staging buffer takes a copy and a kernel, on one stream: see PagedLoader.
         is_ordered: whether kernels wait for whoever used the blocks before.
+        let_wait: makes a stream wait for these; None for what the current stream holds.
         not_waited_for: the event of the last layer that was queued, unless it has been waited for.
         waited_for: the event that was waited for last, and the stream that waits.
     """
@@ -50,7 +54,9 @@ class Load:
     prefilled: deque[StagingBuffer] = field(default_factory=deque)
     recordings: dict[int, Recording] = field(default_factory=dict)
     stream: Stream = None
+    is_plain: bool = False
     is_ordered: bool = False
+    let_wait: Callable[[Stream], object] | None = None
     not_waited_for: Event | None = None
     waited_for: tuple[Event, Stream] | None = None
 
@@ -75,6 +81,7 @@ class Loader(ABC, Generic[LoadT]):
         self._num_layers = len(plans.layers)
         self._timeline = timeline
         self._lookahead_layers = lookahead_layers
+        self._cuts: dict[int, list[range]] = {}
 
     @abstractmethod
     def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> LoadT:
@@ -90,8 +97,9 @@ class Loader(ABC, Generic[LoadT]):
 
         That takes the place of what the current stream holds when the first layer is queued.
         """
-        let_wait(load.lane.kernels)
-        load.is_ordered = True
+        load.let_wait = let_wait
+        if not load.is_plain:  # else once the first copy is on its way
+            self._order(load)
 
     def layers_ahead(self, load: LoadT, layer: int, known: bool) -> int:
         """How many layers behind `layer` are queued with it; `known` where all pages are in host memory.
@@ -125,8 +133,7 @@ class Loader(ABC, Generic[LoadT]):
             return
         lane, load.stream = load.lane, self._platform.current_stream(self._device)
         if not load.is_ordered:
-            self._wait_for_readers(load)
-            load.is_ordered = True
+            self._order(load)
         layers = self._layers_from(load, layer)
         targets = self._targets(load, layers)
         for number, piece in enumerate(load.plan.slices(targets[0])):
@@ -152,7 +159,7 @@ class Loader(ABC, Generic[LoadT]):
 
     def drop_chunks(self, load: LoadT, kept: npt.NDArray[np.bool_]) -> None:
         """Leave the chunks that are False, bool (chunks,), out of the layers still to be queued."""
-        load.plan = load.plan.only(kept)
+        load.plan, load.is_plain = load.plan.only(kept), False
         if load.plan.transfer.device_slots is not None:
             # The current stream makes those that are left: kernels have to wait for it once more.
             load.is_ordered = False
@@ -170,6 +177,16 @@ class Loader(ABC, Generic[LoadT]):
         load.waited_for = waited_for
         if event is load.not_waited_for:
             load.not_waited_for = None
+
+    def take_arrival(self, load: LoadT) -> Event:
+        """Record an event behind all that was queued of a load, for the caller to query or to wait for.
+
+        `leave_load` then makes no stream wait.
+        """
+        arrival = self._platform.new_event()
+        self._platform.record(arrival, load.lane.kernels)
+        load.not_waited_for = None
+        return arrival
 
     def leave_load(self, load: LoadT) -> None:
         """Queue nothing more of a batch, nor wait for it: what comes next may write to its blocks.
@@ -210,8 +227,17 @@ class Loader(ABC, Generic[LoadT]):
         pages: Int64s,
     ) -> None:
         """Queue what turns coded pages in `staging`, those of slice `number`, into rows of `targets`."""
-        self._decode(load, layers, targets, staging, number, pages)
-        self._scatter(load, targets, load.lane.raw_pages, piece)
+        coder = self._coder_in_cache(load, layers, number, pages)
+        if coder is not None:
+            work = partial(coder.decode, targets, piece.rows.slots, staging, load.plan.num_pages(number))
+            load.lane.code_in_cache(coder, work)
+        else:
+            self._decode(load, layers, targets, staging, number, pages)
+            self._scatter(load, targets, load.lane.raw_pages, piece)
+
+    def _coder_in_cache(self, load: LoadT, layers: range, number: int, pages: Int64s) -> PagedCoder | None:
+        """What decodes slice `number` of `layers` into the cache; None where raw pages are needed."""
+        return None
 
     def _scatter(
         self, load: LoadT, targets: Sequence[PagedLayer], staging: torch.Tensor, piece: Slice
@@ -237,7 +263,7 @@ class Loader(ABC, Generic[LoadT]):
                 self._platform.load_batch(lane.raw_pages, batch, lane.kernels)
 
     def _fill_ahead(self, load: LoadT, pages: Int64s) -> None:
-        """Queue as many copies as there are staging buffers; `pages` are int64 (layers, chunks).
+        """Queue as many copies as the lane allows; `pages` are int64 (layers, chunks).
 
         They need nothing else, and the host takes a while to prepare the rest.
         """
@@ -245,7 +271,7 @@ class Loader(ABC, Generic[LoadT]):
         while layer < self._num_layers:
             layers, target = self._layers_from(load, layer), self._layers[layer]
             for number in range(load.plan.num_slices):
-                if len(load.prefilled) == len(load.lane.buffers):
+                if len(load.prefilled) == load.lane.most_prefilled:
                     return
                 load.prefilled.append(self._fill(load, layers, number, target, pages[layer]))
             layer = layers.stop
@@ -290,11 +316,27 @@ class Loader(ABC, Generic[LoadT]):
         They arrive together. A model that takes at least as long to compute a layer as the link to bring one
         is ahead by more layers the later it is; one that takes less has the last ones left to compute.
         """
-        most = min(load.plan.layers_per_buffer, 1 + layer // 2, (self._num_layers - layer + 1) // 3)
-        return range(layer, layer + max(1, most))
+        most = load.plan.layers_per_buffer
+        cut = self._cuts.get(most)
+        if cut is None:
+            cut = self._cuts[most] = [self._share(most, first) for first in range(self._num_layers)]
+        return cut[layer]
+
+    def _share(self, most: int, layer: int) -> range:
+        """The layers from `layer` on that share a staging buffer which has room for `most`."""
+        return range(layer, layer + max(1, min(most, 1 + layer // 2, (self._num_layers - layer + 1) // 3)))
 
     def _let_wait(self, stream: Stream, event: Event) -> None:
         self._platform.wait_event(stream, event)
+
+    def _order(self, load: LoadT) -> None:
+        """Have the kernels of a load wait for whoever used the blocks before."""
+        if load.let_wait is None:
+            self._wait_for_readers(load)
+        else:
+            load.let_wait(load.lane.kernels)
+        # Slots that are put together anew are the current stream's.
+        load.let_wait, load.is_ordered = None, True
 
     def _wait_for_readers(self, load: LoadT) -> None:
         # Blocks about to be written may still be read, or zeroed, by what the engine queued before.

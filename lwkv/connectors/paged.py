@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from lwkv.connectors.paged_loader import PagedLoader
 from lwkv.connectors.saver import Saver
 from lwkv.connectors.transfer_plan import Plans
 from lwkv.errors import ConfigError
-from lwkv.kernels import Rows, StagedLayers, choose_kernels
+from lwkv.kernels import Kernels, Rows, StagedLayers, choose_kernels
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.layouts.registered_caches import Caches
 from lwkv.pool.host_pool import HostPool
@@ -25,6 +25,15 @@ from lwkv.transfer import NO_SLOT
 STAGING_ALIGNMENT = 512
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 256 << 20
 """Of the device's memory for staging, without half of the buffers for loads, which come on top."""
+
+
+class Lanes(NamedTuple):
+    """What layers are moved with, in both directions; `buffer_bytes` of device memory in each buffer."""
+
+    kernels: Kernels
+    loads: Lane
+    saves: Lane
+    buffer_bytes: int
 
 
 class PagedConnector(Caches):
@@ -47,6 +56,7 @@ class PagedConnector(Caches):
     loader: Loader[Any]
     saver: Saver
     _running = False
+    _lanes: Lanes | None = None
 
     def start(self, pool: HostPool, timeline: Timeline | None = None) -> None:
         """Take streams and staging memory, and compile the kernels, which takes a second or two.
@@ -62,18 +72,12 @@ class PagedConnector(Caches):
                 "this connector belongs to an engine that is not closed: close that first, "
                 "or make a connector for each engine"
             )
-        config, buffer_bytes = self._config, self._buffer_bytes()
+        config = self._config
+        self.kernels, loads, saves, buffer_bytes = self._lanes or self._open_lanes()
         chunks_per_slice = buffer_bytes // self.page_bytes
         plans = Plans(self.platform, self.layers, pool, self.codec, config.chunk_size, chunks_per_slice)
-        self.kernels = choose_kernels(self.platform)
-        raw_bytes = chunks_per_slice * _raw_page_bytes(self.codec, self.layers)
-        for_saves, for_loads = config.staging_buffers, self._load_buffers()
-        lane = partial(Lane, self.platform, self.device, self.kernels)
-        lane = partial(lane, buffer_bytes=buffer_bytes, raw_bytes=raw_bytes)
-        loads = lane(num_buffers=for_loads, loads=True, one_stream=config.load_streams == 1)
         timeline = timeline or Timeline(self.platform, self.device, on=False)
         self.loader = self._new_loader(plans, loads, timeline)
-        saves = lane(num_buffers=for_saves, loads=False)
         self.saver = Saver(plans, saves, timeline, config.group_bytes, self.page_bytes)
         self._compile(plans)
         self._running = True
@@ -86,7 +90,34 @@ class PagedConnector(Caches):
         self._running = False
         self.loader.lane.finish()
         self.saver.lane.finish()
+        self._lanes = None
         del self.loader, self.saver
+
+    @staticmethod
+    def share_lanes(connectors: Sequence[PagedConnector]) -> None:
+        """Have connectors of raw pages, none of which has started, take turns with one set of lanes.
+
+        Their layers then travel in the order in which they are queued, each way over as much staging as one
+        connector has. All belong to one thread. Raises ConfigError as `start`.
+        """
+        lanes = max(connectors, key=lambda connector: connector.page_bytes)._open_lanes(most_prefilled=1)
+        for connector in connectors:
+            connector._lanes = lanes
+
+    def _open_lanes(self, most_prefilled: int | None = None) -> Lanes:
+        """Streams and staging; `most_prefilled` as the Lane's for loads."""
+        config, buffer_bytes, kernels = self._config, self._buffer_bytes(), choose_kernels(self.platform)
+        raw_bytes = buffer_bytes // self.page_bytes * _raw_page_bytes(self.codec, self.layers)
+        lane = partial(Lane, self.platform, self.device, kernels, buffer_bytes=buffer_bytes)
+        lane = partial(lane, raw_bytes=raw_bytes)
+        loads = lane(
+            num_buffers=self._load_buffers(),
+            loads=True,
+            one_stream=config.load_streams == 1,
+            most_prefilled=most_prefilled,
+        )
+        saves = lane(num_buffers=config.staging_buffers, loads=False)
+        return Lanes(kernels, loads, saves, buffer_bytes)
 
     def _new_loader(self, plans: Plans, lane: Lane, timeline: Timeline) -> Loader[Any]:
         return PagedLoader(plans, lane, timeline, self._config.lookahead_layers)

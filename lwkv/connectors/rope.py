@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from lwkv.connectors.row_tables import RowTables
 from lwkv.errors import ConfigError, LayoutError
@@ -66,13 +64,10 @@ class Turning:
         self._interleaved, self._uploads = rope.interleaved, uploads
         angles = np.outer(shifts, np.asarray(rope.frequencies, np.float64))
         # One by one: kernels are compiled for tables that begin at a multiple of 16 bytes.
-        self._cos, self._sin = (uploads.send(_as_fp32(table)) for table in (np.cos(angles), np.sin(angles)))
+        tables = np.cos(angles), np.sin(angles)
+        self._cos, self._sin = (uploads.send(table.astype(np.float32)) for table in tables)
 
     def of(self, rows: Int64s) -> Turn:
         """What turns `rows`, int64 (n,), not none; a table of theirs is on its way to the device."""
-        angle_of = self._uploads.send(torch.from_numpy(self._angle_of[rows]))
+        angle_of = self._uploads.send(self._angle_of[rows])
         return Turn(self._cos, self._sin, angle_of, self._interleaved)
-
-
-def _as_fp32(values: npt.NDArray[np.float64]) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from lwkv.platforms import CopyBatch, Platform, Stream
+from lwkv.platforms import CopyBatch, Int64s, Platform, Stream
 
 
 class Table(NamedTuple):
-    """Page-locked memory and as much on the device, uint8 (bytes,) each, and the copy between them."""
+    """Page-locked memory and as much on the device, uint8 (bytes,) each, and the copy between them.
+
+    `words` and `words_there` are the two as int64 (bytes // 8,), made once: somebody waits for the first
+    kernel, and each view takes torch a while.
+    """
 
     pinned: torch.Tensor
     on_device: torch.Tensor
     copy: CopyBatch
+    words: Int64s
+    words_there: torch.Tensor
 
 
 class RowTables:
@@ -37,19 +44,20 @@ class RowTables:
         self._taken: list[Table] = []
         self._kept: list[torch.Tensor] = []
 
-    def send(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue the copy of a host tensor and return the device's; one without elements is what is given."""
-        array, size = values.numpy(), values.nbytes
-        if size == 0:
-            return values
-        table = self.new_table(size)
+    def send(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """Queue the copy of an array and return the device's; of one without elements, the host's."""
+        count = values.size
+        if count == 0:
+            return torch.from_numpy(values)
+        table = self.new_table(values.nbytes)
         # By numpy: torch takes twice as long.
-        table.pinned.numpy()[:size].view(array.dtype).reshape(array.shape)[...] = array
+        table.words.view(values.dtype)[:count].reshape(values.shape)[...] = values
         self._platform.load_batch(table.on_device, table.copy, self._stream)
-        # Each view takes torch a while, and somebody waits for the first kernel.
-        on_device = table.on_device if size == table.on_device.nbytes else table.on_device[:size]
-        typed = on_device.view(values.dtype)
-        return typed if values.dim() == 1 else typed.view(values.shape)
+        there = table.words_there
+        if values.dtype != np.int64:
+            there = there.view(torch.from_numpy(values).dtype)
+        there = there if count == len(there) else there[:count]
+        return there if values.ndim == 1 else there.view(values.shape)
 
     def keep(self, on_device: torch.Tensor) -> torch.Tensor:
         """Give back a table that the device has, whose memory is not to be used anew before `give_back`."""
@@ -58,7 +66,7 @@ class RowTables:
 
     def new_table(self, nbytes: int) -> Table:
         """A table of at least `nbytes` bytes."""
-        size = 1 << max(nbytes - 1, 1).bit_length()
+        size = 1 << max(nbytes - 1, 7).bit_length()
         spare = self._spare.setdefault(size, [])
         try:  # several threads may take the last one
             table = spare.pop()
@@ -81,4 +89,4 @@ class RowTables:
             on_device = torch.empty(size, dtype=torch.uint8, device=self._device)
         zero = np.zeros(1, np.int64)
         copy = CopyBatch([pinned], zero, zero, zero + pinned.data_ptr(), zero, zero + size, stable=True)
-        return Table(pinned, on_device, copy)
+        return Table(pinned, on_device, copy, pinned.numpy().view(np.int64), on_device.view(torch.int64))

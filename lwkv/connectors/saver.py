@@ -35,8 +35,10 @@ class Save:
         stream: the current one of the batch's last step, None before any layer is computed.
         waiting: layers that are computed and not queued yet.
         last: the staging buffer that was filled last: when it is, all blocks queued so far have been read.
+        arrived: numbers of layers, and for each an event behind all copies of so many; only of coded pages,
+            which are looked at while others are on their way.
         num_before: how many layers are behind `before_last`, all of their copies being before it.
-        before_last: behind all copies but the last one; None as long as there is one copy or none.
+        before_last: behind all copies but the last one; None where the last layer is not queued, or alone.
         coded: which pages of the first layers could be coded, bool (layers, chunks), once looked at.
         spilled: layers whose raw pages are kept beside the coded ones.
     """
@@ -49,6 +51,7 @@ class Save:
     stream: Stream = None
     waiting: range = range(0)
     last: StagingBuffer | None = None
+    arrived: list[tuple[int, Event]] = field(default_factory=list)
     before_last: Event | None = None
     num_before: int = 0
     coded: list[Flags] = field(default_factory=list)
@@ -159,6 +162,9 @@ class Saver:
         if not save.plan.is_coded:
             return np.ones(save.pages.shape[1], bool)
         self._look(save, len(self._layers))
+        if not save.spilled and all(map(np.all, save.coded)):
+            self._uncodable = frozenset()
+            return np.ones(save.pages.shape[1], bool)
         coded = np.concatenate(save.coded)
         self._uncodable = frozenset(np.flatnonzero(~coded.all(axis=1)).tolist())
         for layer in save.spilled:
@@ -175,10 +181,10 @@ class Saver:
             )
         return whole
 
-    def _look_early(self, save: Save, before_last: Event) -> None:
-        """Look at the pages that are there while the last ones are on their way."""
-        self._platform.d2h_fence(save.lane.copies, before_last)
-        self._look(save, save.num_before)
+    def _look_early(self, save: Save, num_layers: int, event: Event) -> None:
+        """Look at the pages that are there behind `event` while the last ones are on their way."""
+        self._platform.d2h_fence(save.lane.copies, event)
+        self._look(save, num_layers)
 
     def _look(self, save: Save, stop: int) -> None:
         """Find out which pages of layers up to `stop`, whose bytes are in host memory, could be coded."""
@@ -198,7 +204,7 @@ class Saver:
             else:
                 self._gather(save, sources, buffer.memory, piece)
             lane.mark_filled(buffer)
-            self._mark_before(save, layers.start)
+            self._mark_arrived(save, layers)
             save.last = buffer
             lane.pass_on(buffer)
             # Worked out behind the kernels, which run meanwhile.
@@ -241,15 +247,22 @@ class Saver:
             self._platform.record(event, kernels)
             self._platform.d2h_fence(kernels, event, kernels)
 
-    def _mark_before(self, save: Save, num_layers: int) -> None:
-        """Record that all copies queued so far are done, `num_layers` whole layers among them.
+    def _mark_arrived(self, save: Save, layers: range) -> None:
+        """Record that the copies queued so far are done, where that matters: `layers` are queued next.
 
-        The event is this batch's own: see `Lane`.
+        Before the last layers, and where pages are looked at, also halfway there, and again halfway from
+        there. The events are this batch's own: see `Lane`.
         """
-        if save.last is not None:
-            save.num_before = num_layers
+        if save.last is None:
+            return
+        end, last = len(self._layers), save.arrived[-1][0] if save.arrived else 0
+        if layers.stop == end:
+            save.num_before = layers.start
             save.before_last = save.before_last or self._platform.new_event(blocking=True)
             self._platform.record(save.before_last, save.lane.copies)
+        elif save.plan.is_coded and last < layers.start and 2 * layers.start >= last + end:
+            save.arrived.append((layers.start, self._platform.new_event(blocking=True)))
+            self._platform.record(save.arrived[-1][1], save.lane.copies)
 
     def _wait_for_writers(self, save: Save) -> None:
         self._platform.wait_stream(save.lane.kernels, save.stream)
@@ -257,9 +270,10 @@ class Saver:
     def _wait_for_copies(self, save: Save) -> None:
         if save.before_last is not None:
             # A thread that sleeps until an event wakes up late: it sleeps until the last copy but one.
-            self._platform.synchronize_event(save.before_last)
-            if save.plan.is_coded:
-                self._look_early(save, save.before_last)
+            for num_layers, event in (*save.arrived, (save.num_before, save.before_last)):
+                self._platform.synchronize_event(event)
+                if save.plan.is_coded:
+                    self._look_early(save, num_layers, event)
         event = self._platform.new_event(blocking=save.before_last is None)
         self._platform.record(event, save.lane.copies)
         self._platform.d2h_fence(save.lane.copies, event)

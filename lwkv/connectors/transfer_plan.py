@@ -17,13 +17,15 @@ from lwkv.kernels import Rows, StagedLayers
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch, Int64s, Platform, Stream
 from lwkv.pool.host_pool import HostPool
-from lwkv.pool.page_copies import PageCopies
+from lwkv.pool.page_copies import PageCopies, first_batch
 from lwkv.pool.spill_copies import spill_batch
 from lwkv.transfer import PageShape, Transfer
 
 FIRST_LAYERS = 2
 MOST_AT_ONCE = 1 << 13
 """Pages whose copies are worked out in one go: twice takes longer than a few more at a time."""
+FEW_PAGES = 64
+"""Of a layer, whose copies by themselves are worked out sooner one by one than as arrays."""
 ALIGNMENT = 16
 
 
@@ -191,6 +193,11 @@ class Plan:
         if self._known is None:
             return self._make_copies(number, layer, pages[None]).batch(0, 1)
         if layers.stop > self._num_prepared:
+            if layers.stop == 1 and self.is_whole and self.num_pages(number) <= FEW_PAGES:
+                # Everything waits for the first copy.
+                return first_batch(
+                    self._pool.slabs, self._known[0, self._chunks(number)], self._codec.page_bytes(layer)
+                )
             # The first layers by themselves: they are latency-critical.
             is_first = layers.stop <= FIRST_LAYERS and self._known.size > MOST_AT_ONCE
             self._prepare(FIRST_LAYERS if is_first else len(self._known), layer)
@@ -222,7 +229,7 @@ class Plan:
     def _full_slices(self, shape: PageShape) -> list[Slice]:
         slots = self.transfer.row_slots(shape.tokens_per_row)
         known = self.transfer.device_slots
-        on_device = self.uploads.send(torch.from_numpy(slots)) if known is None else self.uploads.keep(known)
+        on_device = self.uploads.send(slots) if known is None else self.uploads.keep(known)
         bounds = [*range(0, len(slots), self._slice_shape.chunks_per_slice * shape.rows), len(slots)]
         slices = []
         for a, b in pairwise(bounds):
@@ -232,7 +239,7 @@ class Plan:
 
     def _make_slices(self, shape: PageShape) -> list[Slice]:
         numbers, bounds = self.transfer.rows(shape, self._slice_shape.chunks_per_slice)
-        on_device = self.uploads.send(torch.from_numpy(numbers))
+        on_device = self.uploads.send(numbers)
         return [Slice(a, b, Rows(*on_device[:, a:b].unbind())) for a, b in pairwise(bounds)]
 
 

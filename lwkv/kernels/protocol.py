@@ -84,10 +84,13 @@ class Kernels(Protocol):
         """Write rows of the paged cache into staging."""
 
     def prepare(self, layers: Sequence[PagedLayer]) -> None:
-        """Make ready for calls that move neighbours among `layers` together, all of one `form`."""
+        """Make ready for calls that move neighbours among `layers` together, all of one `form`.
+
+        What was prepared before stays ready: a call moves neighbours of one of the sequences.
+        """
 
     def move_layers(self, scatter: bool, staged: StagedLayers, handle: int | None = None) -> None:
-        """Scatter or gather neighbours among the layers that were prepared, in order; or any single one.
+        """Scatter or gather neighbours among layers that were prepared, in order; or any single one.
 
         Args:
             handle: of the stream, where `takes_handles`; None for the current one.

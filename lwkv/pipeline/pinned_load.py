@@ -17,7 +17,7 @@ from lwkv.errors import DEVICE_FAILURES
 from lwkv.keys import ChunkKey
 from lwkv.pipeline.context import BatchContext
 from lwkv.pipeline.device_failures import DeviceFailuresTo
-from lwkv.platforms import Event, Stream
+from lwkv.platforms import Stream
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import check_device_slots
 from lwkv.storage import Chunk
@@ -65,6 +65,7 @@ class PinnedLoad:
         let_wait: makes a stream wait for all that may still use the slots, or has yet to write `slots`.
 
     Attributes:
+        last_layer: the number of the last one.
         has_failed: whether the slots may lack what was to be loaded.
 
     Raises:
@@ -82,11 +83,11 @@ class PinnedLoad:
         self._platform, self._device = connector.platform, connector.device
         self._loads = loads
         self._num_layers = connector.num_layers
+        self.last_layer = connector.num_layers - 1
         self._num_chunks = sum(len(load.chunks) for load in loads)
         self._num_tokens = self._num_chunks * chunking.chunk_size
         self._load: Load | None = None
         self._queued = 0
-        self._waited: tuple[Event | None, Stream] | None = None
         self._failure: BaseException | None = None
         context.completions.expect(self)
         context.counters.add("tokens_asked", self._num_tokens)
@@ -94,26 +95,28 @@ class PinnedLoad:
             with DeviceFailuresTo(self._give_up):
                 self._begin(let_wait)
 
-    def wait(self, layer: int) -> None:
+    def wait(self, layer: int) -> int:
         """Make the current stream wait for `layer`, and queue what comes next; the host does not wait.
 
-        Layers may be left out: each comes behind all before it.
+        Layers may be left out: each comes behind all before it. Returns how many the stream has waited for by
+        now: layers that share staging arrive together.
         """
         load = self._load
         if load is None:
-            return
+            return layer + 1
         if self._queued < min(layer + 1 + NEXT_LAYERS, self._num_layers):
             self._queue_ahead(load, min(layer + 1, self._num_layers - 1))
-        # Layers that came together have one event: one wait is enough for them.
         stream = self._platform.current_stream(self._device)
-        waited = load.arrived[layer], stream
-        if waited != self._waited and not self.has_failed:
+        event, behind = load.arrived[layer], layer + 1
+        while event is not None and behind < self._num_layers and load.arrived[behind] is event:
+            behind += 1
+        if load.waited_for != (event, stream) and not self.has_failed:
             # As DeviceFailuresTo, in fewer calls: once for every layer.
             try:
                 self._loader.wait_layer(load, layer, stream)
-                self._waited = waited
             except DEVICE_FAILURES as error:
                 self._note_failure(error)
+        return behind
 
     def finish(self) -> bool:
         """Order the model behind what is in flight: whether all of it was queued.
@@ -145,7 +148,9 @@ class PinnedLoad:
         self._pages = self._all_pages()
         self._load = load = self._loader.begin_load(transfer, self._pages)
         self._loader.come_behind(load, let_wait)
-        self._queue_up_to(load, self._loader.layers_at_first(load) - 1)
+        at_first = range(self._loader.layers_at_first(load))
+        self._loader.load_layers(load, at_first, self._pages)
+        self._queued = at_first.stop
 
     def _all_pages(self) -> Int64s:
         """The pages of every layer, int64 (layers, chunks)."""
@@ -169,7 +174,7 @@ class PinnedLoad:
     def _leave(self, load: Load) -> None:
         """Have the streams that the model waited on, and the current one, wait for all that was queued."""
         queued = [event for event in load.arrived if event is not None]
-        event, stream = self._waited or (None, self._platform.current_stream(self._device))
+        event, stream = load.waited_for or (None, self._platform.current_stream(self._device))
         load.not_waited_for = queued[-1] if queued and queued[-1] is not event else None
         load.stream = stream
         self._loader.leave_load(load)

@@ -16,7 +16,7 @@ from lwkv.errors import DEVICE_FAILURES
 from lwkv.pipeline.context import BatchContext
 from lwkv.pipeline.device_failures import DeviceFailuresTo
 from lwkv.pipeline.tier_pages import Flags, TierPages
-from lwkv.platforms.protocol import Int64s
+from lwkv.platforms.protocol import Event, Int64s
 from lwkv.storage import Hold, Missing
 from lwkv.transfer import NO_SLOT, CheckedRequest, Transfer
 
@@ -39,9 +39,9 @@ class HeldRequest:
 class BatchRetrieval:
     """Requests merged into one transfer a layer, and the cursor over their layers.
 
-    `open` looks up, `advance` goes from layer to layer, `finish` gives the masks; `close`, or dropping it,
-    gives up what is left. No method raises for a layer that does not arrive. A device that fails, or has no
-    memory, ends the load of all chunks.
+    `open` looks up, `advance` goes from layer to layer, `finish` or `finish_apart` gives the masks; `close`,
+    or dropping it, gives up what is left. No method raises for a layer that does not arrive. A device that
+    fails, or has no memory, ends the load of all chunks.
 
     Args:
         sync: make the current stream wait for each layer; False for the last one only, which comes after all.
@@ -57,7 +57,7 @@ class BatchRetrieval:
         reached: the layer of the last `advance`: it is queued, if it is there, and the one before waited for.
     """
 
-    is_open = _closed = False
+    is_open = _closed = _is_apart = False
 
     def __init__(
         self,
@@ -136,9 +136,15 @@ class BatchRetrieval:
                     late = self._queued < self.reached
                     while self._queued < self.reached:
                         self._queue_next(load)
-                    self._loader.wait_layer(load, self.reached - 1)
+                    if not self._is_apart:
+                        self._loader.wait_layer(load, self.reached - 1)
                     if late:  # more may have arrived meanwhile, to travel while this layer computes
                         self._queue_arrived(load)
+
+    def is_coming(self, layer: int) -> bool:
+        """Whether a layer is queued, and its loads are not on the device yet: who computes it now waits."""
+        event = None if self._load is None else self._load.arrived[layer]
+        return event is not None and not self._context.connector.platform.query(event)
 
     def finish(self) -> list[torch.Tensor]:
         """Advance behind the last layer and release everything.
@@ -147,10 +153,30 @@ class BatchRetrieval:
             for each request, bool (tokens,) on the host: True where every layer of the token was queued.
         """
         self.advance(self.num_layers)
+        masks = self._count_masks()
+        self.close()
+        return masks
+
+    def finish_apart(self) -> tuple[list[torch.Tensor], Event | None]:
+        """As `finish`, and at once, but no stream is made to wait: the slots may still be written to.
+
+        Returns:
+            the masks, and an event behind all that was queued, to be queried or waited for before the slots
+            are used; None where nothing is on its way that the current stream does not wait for.
+        """
+        self._sync, self._is_apart, arrival = False, True, None
+        self.advance(self.num_layers)
+        if self._load is not None:
+            with DeviceFailuresTo(self._give_up):
+                arrival = self._loader.take_arrival(self._load)
+        masks = self._count_masks()
+        self.close()
+        return masks, arrival
+
+    def _count_masks(self) -> list[torch.Tensor]:
         pairs = zip(self._held, self._tier_pages.split(self._alive), strict=True)
         masks = [_mask(held, alive) for held, alive in pairs]
         self._context.counters.add("tokens_retrieved", sum(int(mask.sum()) for mask in masks))
-        self.close()
         return masks
 
     def close(self) -> None:

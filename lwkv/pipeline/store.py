@@ -11,7 +11,6 @@ import numpy as np
 
 from lwkv.codecs.page_codec import Flags
 from lwkv.connectors.saver import Save
-from lwkv.connectors.transfer_plan import FIRST_LAYERS
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.pipeline.context import BatchContext
 from lwkv.pipeline.device_failures import DeviceFailuresTo
@@ -21,8 +20,12 @@ from lwkv.transfer import CheckedRequest, Transfer
 
 log = logging.getLogger(__name__)
 
-UNNAMED_LAYERS = FIRST_LAYERS
-"""How many layers are queued before the keys of a prompt's chunks are made: these travel meanwhile."""
+UNNAMED_LAYERS = 4
+"""How many layers are queued before the keys of a prompt's chunks are made: these travel meanwhile.
+
+In vLLM and SGLang all stores come with their keys: this is for callers who store tokens without a look-up.
+On an H200 two coded layers of 8192 tokens travel for 0.95 ms, and keys and claims take about as long.
+"""
 
 
 class BatchStoring:
@@ -187,10 +190,11 @@ class BatchStoring:
         whole, tokens = self._saver.whole_chunks(save), save.plan.transfer.chunk_tokens
         if self._kept is not None:
             whole, tokens = whole[self._kept], tokens[self._kept]
-        counters = self._context.counters
-        counters.add("chunks_not_coded", int((~whole).sum()))
-        counters.add("tokens_stored", int(tokens[whole].sum()))
+        # First of all: somebody waits for it.
         write.commit(whole)
+        counters = self._context.counters
+        counters.add("chunks_not_coded", len(whole) - int(np.count_nonzero(whole)))
+        counters.add("tokens_stored", int(tokens[whole].sum()))
 
     def _give_up(self, error: BaseException) -> None:
         self._context.counters.add("store_failures")

@@ -213,7 +213,7 @@ class HostPool:
         """A copy of the first `num_bytes` bytes of each page, uint8 (pages, num_bytes); valid as `page`."""
         slab_of, places = np.divmod(pages, self.slabs.span)
         heads = np.empty((len(pages), num_bytes), np.uint8)
-        for slab in np.unique(slab_of).tolist():
+        for slab in set(slab_of.tolist()):
             inside = slab_of == slab
             rows = self.slabs.memory[slab].numpy().reshape(-1, self.page_stride)
             heads[inside] = rows[places[inside], :num_bytes]

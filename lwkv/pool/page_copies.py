@@ -13,6 +13,8 @@ import torch
 from lwkv.platforms import CopyBatch
 from lwkv.platforms.protocol import Int64s
 
+_AT_THE_START = np.zeros(1, np.int64)
+
 
 class Slabs(NamedTuple):
     """Memory that pages lie in: slab by slab, `span` pages in each, `page_stride` bytes from one to the next.
@@ -82,6 +84,12 @@ class PageCopies:
         return starts
 
     @cached_property
+    def _run_bytes(self) -> Int64s:
+        """The bytes of so many layers that are one run, int64 (layers + 1,)."""
+        sizes: Int64s = np.arange(len(self._pages) + 1) * self._layer_bytes
+        return sizes
+
+    @cached_property
     def _follow(self) -> list[bool]:
         """For each layer but the last: whether it and the next one are one run each, and neighbours."""
         pages, ends = self._pages, np.array(self._ends)
@@ -95,8 +103,33 @@ class PageCopies:
         """The copy of so many layers that are one run, which begins with this one."""
         place = slice(run, run + 1)
         slabs, offsets, addresses = self._slab_of[place], self._offsets[place], self._addresses[place]
-        start, size = np.zeros(1, np.int64), np.array([num_layers * self._layer_bytes])
-        return CopyBatch(self._memory, slabs, offsets, addresses, start, size, stable=True)
+        size = self._run_bytes[num_layers : num_layers + 1]
+        return CopyBatch(self._memory, slabs, offsets, addresses, _AT_THE_START, size, stable=True)
+
+
+def first_batch(slabs: Slabs, pages: Int64s, page_bytes: int) -> CopyBatch:
+    """The copies of full pages of one layer, a few: `PageCopies` takes longer, for any number.
+
+    `pages` is int64 (chunks,); page i is at `i * page_bytes` of the buffer.
+    """
+    is_packed, numbers = slabs.page_stride == page_bytes, pages.tolist()
+    starts = [
+        i
+        for i, page in enumerate(numbers)
+        if not (i and is_packed and page == numbers[i - 1] + 1 and page % slabs.span)
+    ]
+    slab_of = np.array([numbers[i] // slabs.span for i in starts])
+    offsets = np.array([numbers[i] % slabs.span * slabs.page_stride for i in starts])
+    ends = [*starts[1:], len(numbers)]
+    return CopyBatch(
+        slabs.memory,
+        slab_of,
+        offsets,
+        slabs.bases[slab_of] + offsets,
+        np.array([i * page_bytes for i in starts]),
+        np.array([(end - start) * page_bytes for start, end in zip(starts, ends, strict=True)]),
+        stable=True,
+    )
 
 
 def _are_runs(slabs: Slabs, pages: Int64s, sizes: Int64s) -> bool:

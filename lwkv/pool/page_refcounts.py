@@ -73,16 +73,18 @@ class PageRefcounts:
 
     def share(self, pages: Int64s) -> None:
         """Add one reference to each of `pages`. Raises ValueError as `release`."""
-        self._counts[self._require_used(pages)] += 1
+        pages, counts = self._require_used(pages)
+        self._counts[pages] = counts + 1
 
     def release(self, pages: Int64s) -> None:
         """Drop one reference of each of `pages`, in any order.
 
         Raises ValueError, having changed nothing, for a page that is not in use or is named twice.
         """
-        pages = self._require_used(pages)
-        self._counts[pages] -= 1
-        self.num_free += len(pages) - int(np.count_nonzero(self._counts[pages]))
+        pages, counts = self._require_used(pages)
+        counts -= 1
+        self._counts[pages] = counts
+        self.num_free += len(pages) - int(np.count_nonzero(counts))
 
     def unused(self, pages: Int64s) -> Int64s:
         """Those of `pages` that have no reference."""
@@ -105,14 +107,16 @@ class PageRefcounts:
         self._next = int(pages[-1]) + 1
         return pages
 
-    def _require_used(self, pages: Int64s) -> Int64s:
-        """Return `pages` sorted."""
-        pages = np.sort(pages)
-        wrong = (pages < 0) | (self._counts.take(pages, mode="clip") == 0)
-        wrong[1:] |= pages[1:] == pages[:-1]
-        if wrong.any():
+    def _require_used(self, pages: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
+        """Return `pages` sorted, and their counts."""
+        pages = np.sort(pages, axis=None)
+        counts = self._counts.take(pages, mode="clip")
+        is_repeated = pages[1:] == pages[:-1]
+        if len(pages) and (pages[0] < 0 or is_repeated.any() or not counts.all()):
+            wrong = (pages < 0) | (counts == 0)
+            wrong[1:] |= is_repeated
             raise ValueError(f"pages {pages[wrong].tolist()} are not in use, or are named twice")
-        return pages
+        return pages, counts
 
 
 def longest_runs(free: Int64s, span: int, count: int) -> Int64s:

@@ -114,10 +114,13 @@ class Guard:
 
         The tier may write to the pages until the future is done, however late that is.
         """
+        return self.get_layers([LayerKey(key, layer) for key in keys], pages)
+
+    def get_layers(self, keys: Sequence[LayerKey], pages: Int64s) -> Future[Int64s]:
+        """As `get`, for any layers of any chunks, in one call of the tier."""
         # Made here: torch lets other threads run, and a later layer's call would come before this one's.
         buffers = [self._pool.page(page) for page in pages.tolist()]
-        layer_keys = [LayerKey(key, layer) for key in keys]
-        return self._reads.submit(partial(self._get, layer, layer_keys, pages, buffers))
+        return self._reads.submit(partial(self._get, keys, pages, buffers))
 
     def put(self, key: ChunkKey, chunk: Chunk, part: PromptPart | None = None) -> Future[bool]:
         """Start to copy a complete chunk of this part; its pages must not change until the future is done.
@@ -184,21 +187,22 @@ class Guard:
         self._quarantine.let_go()
         return ask_whether_there(self._tier, keys, self._timeout_s)
 
-    def _get(
-        self, layer: int, keys: Sequence[LayerKey], pages: Int64s, buffers: Sequence[torch.Tensor]
-    ) -> Int64s:
+    def _get(self, keys: Sequence[LayerKey], pages: Int64s, buffers: Sequence[torch.Tensor]) -> Int64s:
         self._quarantine.let_go()
         outcomes = np.full(len(pages), Missing.ERROR)
         try:
             outcomes = self._call("get", self._tier.get, keys, buffers)
         finally:
             self._quarantine.keep(pages[outcomes != FILLED])
-        self._refuse_broken(layer, pages, outcomes)
+        layers = np.array([key.layer for key in keys])
+        for layer in dict.fromkeys(layers.tolist()):
+            self._refuse_broken(
+                layer, np.flatnonzero((layers == layer) & (outcomes == FILLED)), pages, outcomes
+            )
         return outcomes
 
-    def _refuse_broken(self, layer: int, pages: Int64s, outcomes: Int64s) -> None:
-        """Make a MISS of every page that is filled with what is no page of this engine."""
-        filled = np.flatnonzero(outcomes == FILLED)
+    def _refuse_broken(self, layer: int, filled: Int64s, pages: Int64s, outcomes: Int64s) -> None:
+        """Make a MISS of every page of a layer that is filled with what is no page of this engine."""
         broken = filled[~self._check(layer, pages[filled])]
         if len(broken):
             outcomes[broken] = Missing.MISS

@@ -77,12 +77,17 @@ class Hold:
         pages: Int64s = self._host_pages[layer].copy()
         return pages
 
-    def arrived(self, layer: int, positions: Int64s, pages: Int64s, ok: npt.NDArray[np.bool_]) -> None:
-        """Take over `pages` as fetched where `ok`; the others, and all after `release`, go back at once."""
+    def arrived(
+        self, layers: int | Int64s, positions: int | Int64s, pages: Int64s, ok: npt.NDArray[np.bool_]
+    ) -> None:
+        """Take over `pages` as fetched where `ok`; the others, and all after `release`, go back at once.
+
+        Either of one layer or of one chunk, whose number or position is an int.
+        """
         with self._lock:
             if self._released:
                 ok = np.zeros_like(ok)
-            self.fetched[layer, positions[ok]] = pages[ok]
+            self.fetched[_those(layers, ok), _those(positions, ok)] = pages[ok]
         if not ok.all():
             self.give_back(pages[~ok])
 
@@ -107,6 +112,25 @@ class Hold:
     def _chunks_in(self, tier: Guard) -> tuple[Guard, list[ChunkKey], Int64s]:
         positions = [i for i, item in enumerate(self.found) if item.tier is tier]
         return tier, [self.found[i].key for i in positions], np.array(positions, np.int64)
+
+
+def _those(numbers: int | Int64s, ok: npt.NDArray[np.bool_]) -> int | Int64s:
+    return numbers if isinstance(numbers, int) else numbers[ok]
+
+
+def take_over(
+    hold: Hold,
+    layers: Int64s,
+    position: int,
+    pages: Int64s,
+    over: Callable[[], object],
+    call: Future[Int64s],
+) -> None:
+    """Have a hold take over what a call has brought of some layers of the chunk at `position`."""
+    failed = call.cancelled() or call.exception() is not None
+    ok = np.zeros(len(pages), bool) if failed else call.result() == FILLED
+    hold.arrived(layers, position, pages, ok)
+    over()
 
 
 class LayerFetch:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
-from lwkv.storage.prefix_order import PrefixOrder, parents_of
+from lwkv.storage.prefix_order import PrefixOrder, leading, parents_of
 
 CHUNKS_AT_A_TIME = 32
 
@@ -150,13 +150,10 @@ class HostTier:
         with self._lock:
             if self._closed:
                 return []
-            # In C, as far as it goes: a chunk may be of a single token.
-            found = list(map(self._chunks.get, keys))
-            length = found.index(None) if None in found else len(found)
-            chunks = [chunk for chunk in found[:length] if chunk is not None]
+            chunks = leading(list(map(self._chunks.get, keys)))
             for chunk in chunks:
                 chunk.pins += 1
-            self._pins += length
+            self._pins += len(chunks)
             return chunks
 
     def use(self, keys: Sequence[ChunkKey]) -> None:
@@ -185,13 +182,17 @@ class HostTier:
                 one prompt.
         """
         surplus: list[Int64s] = []
+        new: list[ChunkKey] = []
+        parents_of_new: list[ChunkKey | None] = []
         with self._lock:
             for key, chunk, parent in zip(keys, chunks, parents or parents_of(keys), strict=True):
                 if self._closed or key in self._chunks:
                     surplus.append(chunk.pages)
                 else:
                     self._chunks[key] = chunk
-                    self._order.add(key, parent)
+                    new.append(key)
+                    parents_of_new.append(parent)
+            self._order.add_all(new, parents_of_new)
             self._order.use(keys)
             if self.watcher is not None:
                 self.watcher.kept(keys)
@@ -204,7 +205,7 @@ class HostTier:
     def evictable(self) -> int:
         """How many pages `evict` could free; looks at every chunk."""
         with self._lock:
-            return sum(len(self._chunks[key].pages) for key in self._evictable())
+            return sum(len(self._chunks[key].pages) for some in self._evictable() for key in some)
 
     def evict(self, num_pages: int) -> bool:
         """Free `num_pages` pages or more, in PrefixOrder; none where too few can go."""
@@ -248,16 +249,16 @@ class HostTier:
     def _oldest(self, num_pages: int) -> list[ChunkKey] | None:
         """The chunks that are to go for `num_pages` pages; None where all that can go have fewer."""
         victims: list[ChunkKey] = []
-        evictable = self._evictable()
-        while num_pages > 0:
-            key = next(evictable, None)
-            if key is None:
-                return None
-            victims.append(key)
-            num_pages -= len(self._chunks[key].pages)
-        return victims
+        for some in self._evictable():
+            for key in some:
+                if num_pages <= 0:
+                    return victims
+                victims.append(key)
+                num_pages -= len(self._chunks[key].pages)
+        return victims if num_pages <= 0 else None
 
-    def _evictable(self) -> Iterator[ChunkKey]:
+    def _evictable(self) -> Iterator[Sequence[ChunkKey]]:
+        """What can go, in order, some chunks at a time."""
         chunks = self._chunks
         unpinned = (key for key in self._order if not chunks[key].pins)
         # Many at a time: the pool is asked, and its lock taken, once for all of them.
@@ -265,19 +266,18 @@ class HostTier:
             pages = [chunks[key].pages for key in some]
             shared = self._pool.shared(np.concatenate(pages))
             if not shared.any():
-                yield from some
+                yield some
                 continue
             starts = [0, *accumulate(map(len, pages[:-1]))]
             is_read = np.logical_or.reduceat(shared, starts)
-            yield from (key for key, read in zip(some, is_read, strict=True) if not read)
+            yield [key for key, read in zip(some, is_read, strict=True) if not read]
 
     def _take_unpinned(self) -> list[Int64s]:
         return self._take([key for key, chunk in self._chunks.items() if not chunk.pins])
 
     def _take(self, keys: Sequence[ChunkKey]) -> list[Int64s]:
         """Remove chunks; the pages of each."""
-        for key in keys:
-            self._order.remove(key)
+        self._order.remove_all(keys)
         return [self._chunks.pop(key).pages for key in keys]
 
     def _release(self, pages: Sequence[Int64s]) -> None:

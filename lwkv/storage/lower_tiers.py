@@ -15,7 +15,7 @@ from lwkv.keys import ChunkKey
 from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Guard
 from lwkv.storage.host_tier import Chunk
-from lwkv.storage.prompt_part import PromptPart
+from lwkv.storage.prompt_part import PromptPart, Rows, one_row
 
 
 class PendingCopy(NamedTuple):
@@ -34,10 +34,16 @@ class LowerTiers:
     copied yet have more than half of the pool, those stored longest ago first, or with `settle`. Until a
     chunk has been copied its pages have one reference more, so that it is not evicted. What a tier that is
     skipped does not take stays to be copied, up to that half; the rest is given up.
+
+    Args:
+        rows: in which tiers keep chunks that are used together.
     """
 
-    def __init__(self, guards: Sequence[Guard], pool: HostPool, write_back: bool) -> None:
+    def __init__(
+        self, guards: Sequence[Guard], pool: HostPool, write_back: bool, rows: Rows = one_row
+    ) -> None:
         self.guards = guards
+        self._rows = rows
         self._pool = pool
         self._write_back = write_back
         self._pending: deque[PendingCopy] = deque()
@@ -66,7 +72,12 @@ class LowerTiers:
     def follow(self, prompt: Sequence[ChunkKey]) -> None:
         """Let the tiers know that a prompt is used that begins with these chunks; never blocks."""
         for guard in self.guards:
-            guard.follow(prompt)
+            for row in self._rows(prompt):
+                guard.follow(row)
+
+    def part_of(self, prompt: Sequence[ChunkKey]) -> PromptPart:
+        """These chunks as what `keep` is given of them."""
+        return PromptPart(prompt, self.guards, self._rows)
 
     def keep(self, guards: Sequence[Guard], key: ChunkKey, chunk: Chunk, part: PromptPart) -> None:
         """Have these tiers get a complete chunk, now or later; takes references to its pages of its own."""

@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 
 from lwkv.background.workers import Workers
-from lwkv.keys import ChunkKey
+from lwkv.keys import ChunkKey, LayerKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Check, Guard, all_whole
-from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages
+from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages, take_over
 from lwkv.storage.host_tier import Chunk, HostChunks, HostTier
 from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.prefix_order import parents_of
@@ -29,6 +29,10 @@ from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
 
 log = logging.getLogger(__name__)
+
+BYTES_A_READ = 8 << 20
+"""About so much of a chunk is read in one call where its layers are not waited for one by one: enough that a
+call is worth its cost, and little enough that several read a chunk beside each other."""
 
 
 class StorageManager:
@@ -47,8 +51,10 @@ class StorageManager:
         check: of what lower tiers bring, see Guard.
         host: which chunks are in `pool`; None for those that this manager puts there.
         saves: False where another engine saves the same chunks to the same host memory.
+        lower: the lower tiers, shared with other managers of the same pool; None to make them of `tiers`.
 
     Attributes:
+        num_layers: layers of every chunk.
         most_chunks: that host memory has room for; no more are found of a prompt.
     """
 
@@ -66,17 +72,18 @@ class StorageManager:
         check: Check = all_whole,
         host: HostChunks | None = None,
         saves: bool = True,
+        lower: LowerTiers | None = None,
     ) -> None:
         own = HostTier(pool)
         self._own_host = own if host is None else None
         self.host: HostChunks = own if host is None else host
         self.frozen = False
         self._pool = pool
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         self.most_chunks = pool.max_pages // num_layers
         self._counters = counters or Counters()
         guards = [Guard(tier, pool, timeout_s, self._counters, clock, check) for tier in tiers]
-        self.lower = LowerTiers(guards, pool, write_back)
+        self.lower = lower or LowerTiers(guards, pool, write_back)
         self._clock = clock
         self._keep_in_host = keep_in_host
         self._saves = saves
@@ -114,6 +121,7 @@ class StorageManager:
         first: int = 0,
         in_host: bool = False,
         within_s: float = float("inf"),
+        is_noted: bool = False,
     ) -> Hold:
         """Pin the longest cached prefix of `keys` from chunk `first` on until `Hold.release`.
 
@@ -121,11 +129,11 @@ class StorageManager:
             keys: all chunks of a prompt. Those before `first` are used as well, and not held.
             in_host: take what is in host memory only: no tier below is asked, nor waited for.
             within_s: seconds after which no tier below is waited for, if that is before the end of its time.
+            is_noted: whether `note_use` was called for the prompt.
         """
         prompt, parents = keys, parents_of(keys)[first:]
         keys = keys[first:]
         pinned = self.host.pin(keys)
-        self.host.use(prompt[:first])
         lower = self.lower.find(keys, [in_host or chunk is not None for chunk in pinned], within_s)
         found = [Found(*item) for item in zip(keys, pinned, lower, parents, strict=True)]
         length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
@@ -133,16 +141,25 @@ class StorageManager:
         length = min(length, self.most_chunks)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
         self._note_found(found, length)
+        if not is_noted:
+            self.host.use(prompt[:first])
         prompt = prompt[: first + length]
+        if not is_noted:
+            self.lower.follow(prompt)
+        promote = partial(self._promote, self.lower.part_of(prompt))
+        return Hold(found[:length], self.num_layers, self.host.unpin, promote, self._pool.release)
+
+    def note_use(self, prompt: Sequence[ChunkKey]) -> None:
+        """Note in all tiers that a prompt is used that begins with these chunks; never blocks."""
+        self.host.use(prompt)
         self.lower.follow(prompt)
-        promote = partial(self._promote, PromptPart(prompt, self.lower.guards))
-        return Hold(found[:length], self._num_layers, self.host.unpin, promote, self._pool.release)
 
     def end_pinned(self, keys: Sequence[ChunkKey], chunks: Sequence[Chunk]) -> None:
         """Note that a prompt's chunks have been loaded that `HostTier.pin_prefix` gave, and unpin them."""
-        self.host.use(keys)
-        self.host.unpin(chunks)
-        self.lower.follow(keys)
+        try:
+            self.note_use(keys)
+        finally:
+            self.host.unpin(chunks)
         self._meter.note_found(len(chunks), 0)
 
     def layerwise_batched_get(self, hold: Hold, layers: Iterable[int]) -> list[Future[LayerPages]]:
@@ -152,6 +169,23 @@ class StorageManager:
         page, is Missing in its layer. A tier that hangs keeps its future waiting: wait with a deadline.
         """
         return [self._get_layer(hold, layer) for layer in layers]
+
+    def batched_get(self, hold: Hold, over: Callable[[], object]) -> list[Future[Int64s]]:
+        """Ask lower tiers for all layers of every held chunk, which nobody waits for layer by layer.
+
+        A chunk takes few calls, each of many neighbouring layers: calls take the interpreter from the threads
+        that launch kernels. Returned are the calls, those that have not begun may be cancelled; a chunk for
+        which there are no pages has none.
+
+        Args:
+            over: called for each call, on any thread, when what it has brought belongs to the hold.
+        """
+        chunks = [
+            (guard, key, position)
+            for guard, keys, positions in hold.lower
+            for key, position in zip(keys, positions.tolist(), strict=True)
+        ]
+        return [call for chunk in chunks for call in self._get_chunk(hold, *chunk, over)]
 
     def begin_write(
         self,
@@ -184,11 +218,7 @@ class StorageManager:
             known = [chunk for chunk in self.host.pin(keys) if chunk is not None]
             undo.callback(self.host.unpin, known)
             new = range(len(keys)) if new is None else new
-            if unnamed is None:
-                wanted, pages = self._take_pages(keys, new)
-                spare = pages[:, :0]
-            else:
-                wanted, pages, spare = self._share_out(keys, new, unnamed.pages)
+            wanted, pages, spare = self._take_pages(keys, new, None if unnamed is None else unnamed.pages)
             if not wanted:
                 return None
             undo.pop_all()
@@ -216,10 +246,10 @@ class StorageManager:
         own, is_closed_to = self._own_host, self.frozen or not self._saves
         if own is None or is_closed_to or first in self._writing or not own.lacks_prompt(first):
             return None
-        pages = self.allocate(self._num_layers * num_chunks)
+        pages = self.allocate(self.num_layers * num_chunks)
         if pages is None:
             return None
-        return UnnamedWrite(pages.reshape(self._num_layers, -1), self._pool.release)
+        return UnnamedWrite(pages.reshape(self.num_layers, -1), self._pool.release)
 
     def batched_put(
         self,
@@ -238,7 +268,7 @@ class StorageManager:
             after.callback(self._insert, keys, chunks, parents)
             for key, chunk, part in zip(keys, chunks, parts, strict=True) if self.lower.guards else ():
                 self.lower.keep(self.lower.guards, key, chunk, part)
-        self._grow_ahead(self._num_layers * len(chunks))
+        self._grow_ahead(self.num_layers * len(chunks))
 
     def allocate(self, num_pages: int) -> Int64s | None:
         """Take pages, evicting unpinned chunks if need be; None where that is not enough. Never waits."""
@@ -310,38 +340,36 @@ class StorageManager:
         by_tier = zip(self.tier_names, numbers, strict=True)
         return {f"{tier}_{name}": number for tier, own in by_tier for name, number in own.items()}
 
-    def _take_pages(self, keys: Sequence[ChunkKey], new: Iterable[int]) -> tuple[list[int], Int64s]:
-        """Claim what is to be written of `new`: the positions, and pages for them, int64 (layers, chunks)."""
+    def _take_pages(
+        self, keys: Sequence[ChunkKey], new: Sequence[int], taken: Int64s | None
+    ) -> tuple[list[int], Int64s, Int64s]:
+        """Claim what is to be written of `new`: the positions, and pages for them, int64 (layers, chunks).
+
+        They are those of `taken`, which are for all of `new`, and the third value those left over.
+        """
         wanted = self._claim(keys, new)
         with ExitStack() as undo:
             undo.callback(self._unclaim, [keys[i] for i in wanted])
-            pages = self._as_many_pages(len(wanted)).reshape(self._num_layers, -1)
+            if taken is None:
+                pages = self._as_many_pages(len(wanted)).reshape(self.num_layers, -1)
+                spare = pages[:, :0]
+            else:
+                needed = np.isin(new, wanted)
+                pages, spare = taken[:, needed], taken[:, ~needed]
             undo.pop_all()
         wanted, refused = wanted[: pages.shape[1]], wanted[pages.shape[1] :]
         if refused:
             self._refuse([keys[i] for i in refused])
-        return wanted, pages
-
-    def _share_out(
-        self, keys: Sequence[ChunkKey], new: Sequence[int], pages: Int64s
-    ) -> tuple[list[int], Int64s, Int64s]:
-        """As `_take_pages`, out of `pages` for all `new`, int64 (layers, chunks); and those left over."""
-        wanted = self._claim(keys, new)
-        with ExitStack() as undo:
-            undo.callback(self._unclaim, [keys[i] for i in wanted])
-            needed = np.isin(new, wanted)
-            shared = pages[:, needed], pages[:, ~needed]
-            undo.pop_all()
-        return wanted, *shared
+        return wanted, pages, spare
 
     def _as_many_pages(self, num_chunks: int) -> Int64s:
         """Pages for up to `num_chunks` chunks, as many as can be had."""
         while num_chunks > 0:
-            pages = self.allocate(self._num_layers * num_chunks)
+            pages = self.allocate(self.num_layers * num_chunks)
             if pages is not None:
                 return pages
             room = self._pool.available + self.host.evictable()
-            num_chunks = min(num_chunks - 1, room // self._num_layers)
+            num_chunks = min(num_chunks - 1, room // self.num_layers)
         return np.zeros(0, np.int64)
 
     def _refuse(self, keys: Sequence[ChunkKey]) -> None:
@@ -351,7 +379,7 @@ class StorageManager:
         self._counters.add("chunks_refused", len(keys))
         self._throttle.warn("no room for %d chunks in host memory: not stored", len(keys))
         # Where nothing could be page-locked, no store would ever end and have it tried again.
-        self._grow_ahead(len(keys) * self._num_layers)
+        self._grow_ahead(len(keys) * self.num_layers)
 
     def _lock_next_slab(self) -> None:
         # A job for each slab: the next one is not begun once the threads are to end.
@@ -368,13 +396,36 @@ class StorageManager:
         for tier, keys, positions in hold.lower:
             pages = self.allocate(len(positions))
             if pages is None:
-                self.lower.settle()  # what has been written can go for the next load
-                self._counters.add("loads_without_memory", len(positions))
-                self._grow_ahead(len(positions))
+                self._lack_memory(len(positions))
                 fetch.lacks_memory(positions)
             else:
                 fetch.watch(tier.get(keys, layer, pages), positions, pages)
         return fetch.future
+
+    def _get_chunk(
+        self, hold: Hold, guard: Guard, key: ChunkKey, position: int, over: Callable[[], object]
+    ) -> list[Future[Int64s]]:
+        pages = self.allocate(self.num_layers)
+        if pages is None:
+            self._lack_memory(self.num_layers)
+            return []
+        size, calls = max(1, BYTES_A_READ // self._pool.page_stride), []
+        unasked = pages
+        try:
+            for layers in np.split(np.arange(self.num_layers), range(size, self.num_layers, size)):
+                call = guard.get_layers([LayerKey(key, layer) for layer in layers.tolist()], pages[layers])
+                unasked = unasked[len(layers) :]
+                call.add_done_callback(partial(take_over, hold, layers, position, pages[layers], over))
+                calls.append(call)
+        finally:
+            if len(unasked):  # a call could not be made: the pages of those made are the hold's
+                self._pool.release(unasked)
+        return calls
+
+    def _lack_memory(self, num_pages: int) -> None:
+        self.lower.settle()  # what has been written can go for the next load
+        self._counters.add("loads_without_memory", num_pages)
+        self._grow_ahead(num_pages)
 
     def _promote(self, part: PromptPart, found: Sequence[Found], chunks: Sequence[Chunk]) -> None:
         if self.frozen:

@@ -12,7 +12,8 @@ from functools import partial
 
 from lwkv.background.workers import Workers
 from lwkv.keys import ChunkKey
-from lwkv.storage.hold import Hold, LayerPages
+from lwkv.platforms.protocol import Int64s
+from lwkv.storage.hold import Hold
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.manager import StorageManager
 
@@ -36,27 +37,33 @@ class Prefetches:
     until `release`. For one thread.
 
     Args:
-        num_layers: layers of every chunk.
+        storage: of the chunks, where none is named in `begin`.
     """
 
-    def __init__(self, storage: StorageManager, num_layers: int) -> None:
+    def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
-        self._num_layers = num_layers
         self._jobs = Workers("prefetch", NUM_LOOKERS)
         self._open: dict[int, Prefetch] = {}
         self._ended: deque[int] = deque()
         self._turns = Turns()
 
-    def begin(self, number: int, keys: Sequence[ChunkKey], first: int, pins: bool = True) -> None:
+    def begin(
+        self,
+        number: int,
+        keys: Sequence[ChunkKey],
+        first: int,
+        pins: bool = True,
+        storage: StorageManager | None = None,
+    ) -> None:
         """Bring what is missing of `keys` from chunk `first` on, under a number that is not in use.
 
         Args:
             keys: all chunks of a prompt, or the first ones.
             pins: False for chunks that may be evicted as soon as they are there.
+            storage: of these chunks.
         """
         over = partial(self._ended.append, number)
-        layers = range(self._num_layers)
-        prefetch = Prefetch(self._storage, layers, self._jobs, keys, first, over, self._turns, pins)
+        prefetch = Prefetch(storage or self._storage, self._jobs, keys, first, over, self._turns, pins)
         self._open[number] = prefetch
         self._turns.add(prefetch)
 
@@ -64,12 +71,21 @@ class Prefetches:
         """The numbers of those that have ended since the last call: no more chunks of theirs will come."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
+    def stop(self, number: int) -> None:
+        """Bring nothing more of one, and go on pinning what has come; it ends."""
+        if number in self._open:
+            self._open[number].stop()
+
     def release(self, number: int) -> None:
         """Unpin what one has brought, and bring nothing more of it."""
         prefetch = self._open.pop(number, None)
         if prefetch is not None:
             prefetch.release()
             self._turns.leave(prefetch)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until none is asking for chunks; False if that takes over `timeout_s`."""
+        return self._jobs.wait_idle(timeout_s)
 
     def close(self) -> None:
         """Release all."""
@@ -115,7 +131,6 @@ class Prefetch:
     def __init__(
         self,
         storage: StorageManager,
-        layers: range,
         jobs: Workers,
         keys: Sequence[ChunkKey],
         first: int,
@@ -125,7 +140,6 @@ class Prefetch:
     ) -> None:
         self._pins = pins
         self._storage = storage
-        self._layers = layers
         self._jobs = jobs
         self._keys = keys
         self._next = first
@@ -135,7 +149,9 @@ class Prefetch:
         self._most_groups = 1
         self._groups: set[Group] = set()
         self._pinned: list[Chunk] = []
-        self._is_asking = self._has_asked_all = self._has_ended = self._released = False
+        self._is_noted = False
+        self._is_asking = self._has_asked_all = self._has_stopped = False
+        self._has_ended = self._released = False
 
     def begin(self) -> None:
         """Ask for the next chunks, on another thread: a look-up may block."""
@@ -145,20 +161,33 @@ class Prefetch:
             self._is_asking = True
         self._jobs.submit(self._ask).add_done_callback(self._asked)
 
+    def stop(self) -> None:
+        """Ask for nothing more; calls that were asked for and have not begun do nothing."""
+        with self._lock:
+            self._has_asked_all = self._has_stopped = True
+            groups = list(self._groups)
+        for group in groups:
+            group.cancel()
+        self._end_if_last()
+
     def release(self) -> None:
         """Give everything back; what still arrives goes back at once."""
         with self._lock:
-            self._released = True
+            self._released = self._has_stopped = True
             groups, self._groups = self._groups, set()
             pinned, self._pinned = self._pinned, []
         for group in groups:
             group.hold.release()
+            group.cancel()
         self._storage.host.unpin(pinned)
 
     def _may_ask(self) -> bool:
         return not (self._released or self._has_asked_all) and len(self._groups) < self._most_groups
 
     def _ask(self) -> None:
+        if not self._is_noted:
+            self._is_noted = True
+            self._storage.note_use(self._keys)
         while self._ask_for_group():
             pass
 
@@ -169,7 +198,7 @@ class Prefetch:
                 self._is_asking = False
                 return False
         first, end = self._next, min(self._next + CHUNKS_AT_A_TIME, len(self._keys))
-        group = Group(self._storage.hold(self._keys[:end], first))
+        group = Group(self._storage.hold(self._keys[:end], first, is_noted=True), self._end_group)
         self._next = end
         with self._lock:
             self._has_asked_all |= end == len(self._keys) or len(group.hold.found) < end - first
@@ -183,12 +212,12 @@ class Prefetch:
         return True
 
     def _begin_group(self, group: Group) -> None:
-        layers = self._layers if group.hold.lower else ()
         with ExitStack() as undo:
             undo.callback(self._drop_group, group)
-            arriving = self._storage.layerwise_batched_get(group.hold, layers)
+            group.ask(self._storage)
             undo.pop_all()
-        group.watch(arriving, self._end_group)
+        if self._has_stopped:
+            group.cancel()
 
     def _drop_group(self, group: Group) -> None:
         with self._lock:
@@ -234,24 +263,33 @@ class Prefetch:
 
 
 class Group:
-    """Chunks that are read together."""
+    """Chunks that are read together.
 
-    def __init__(self, hold: Hold) -> None:
+    Args:
+        over: called with the group when all calls have ended, or have failed.
+    """
+
+    def __init__(self, hold: Hold, over: Callable[[Group], object]) -> None:
         self.hold = hold
+        self._over = over
+        self._calls: Sequence[Future[Int64s]] = ()
         self._lock = threading.Lock()
-        self._missing_layers = 0
+        self._num_missing = 0
 
-    def watch(self, layers: Sequence[Future[LayerPages]], over: Callable[[Group], object]) -> None:
-        """Call `over` when all layers have come, or have failed."""
-        # One more than there are: it is not over before all are watched.
-        self._missing_layers = len(layers) + 1
-        for layer in layers:
-            layer.add_done_callback(partial(self._count_layer, over))
-        self._count_layer(over)
+    def ask(self, storage: StorageManager) -> None:
+        """Ask for the chunks."""
+        self._calls = storage.batched_get(self.hold, partial(self._count, -1))
+        # Some may have ended by now, before it is known how many there are: it is below 0 until here.
+        self._count(len(self._calls))
 
-    def _count_layer(self, over: Callable[[Group], object], layer: Future[LayerPages] | None = None) -> None:
+    def cancel(self) -> None:
+        """Have calls that have not begun do nothing."""
+        for call in self._calls:
+            call.cancel()
+
+    def _count(self, more: int) -> None:
         with self._lock:
-            self._missing_layers -= 1
-            if self._missing_layers:
+            self._num_missing += more
+            if self._num_missing:
                 return
-        over(self)
+        self._over(self)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
+Item = TypeVar("Item")
 
 
 class PrefixOrder(Generic[Key]):
@@ -32,8 +34,10 @@ class PrefixOrder(Generic[Key]):
 
     def __iter__(self) -> Iterator[Key]:
         """The next to go first. Nothing may be added, used or removed meanwhile."""
-        yield from self._orphans
-        yield from (key for key in self._parents if key not in self._orphans)
+        orphans = self._orphans
+        if not orphans:
+            return iter(self._parents)
+        return chain(orphans, (key for key in self._parents if key not in orphans))
 
     def orphans(self) -> Iterator[Key]:
         """Those that lack a chunk before them, the next to go first."""
@@ -58,6 +62,18 @@ class PrefixOrder(Generic[Key]):
         if parent is not None:
             self._children.setdefault(parent, set()).add(key)
         self._note_orphans(key, is_new)
+
+    def add_all(self, keys: Sequence[Key], parents: Sequence[Key | None]) -> None:
+        """As `add` of each, without a call for those that are new and lack nothing: somebody waits for it."""
+        here, children, orphans = self._parents, self._children, self._orphans
+        for key, parent in zip(keys, parents, strict=True):
+            lacks_one = parent is not None and (parent not in here or parent in orphans)
+            if lacks_one or key in here or key in children:
+                self.add(key, parent)
+                continue
+            here[key] = parent
+            if parent is not None:
+                children.setdefault(parent, set()).add(key)
 
     def use(self, keys: Sequence[Key]) -> None:
         """Note that chunks are used, each prompt's first to last, and all that come before them."""
@@ -108,6 +124,20 @@ class PrefixOrder(Generic[Key]):
         if not was_orphan and key in self._children:
             self._orphan(self.behind(key))
 
+    def remove_all(self, keys: Sequence[Key]) -> None:
+        """As `remove` of each, without a call for those that nothing is behind."""
+        here, children, orphans = self._parents, self._children, self._orphans
+        for key in keys:
+            if key in children or key in orphans:
+                self.remove(key)
+                continue
+            parent = here.pop(key, None)
+            if parent is not None:
+                beside = children[parent]
+                beside.discard(key)
+                if not beside:
+                    del children[parent]
+
     def evict_first(self, key: Key) -> None:
         """Have a chunk that is here evicted before all others; those behind it are orphans from here on."""
         self._orphan(self.behind(key))
@@ -139,6 +169,13 @@ class PrefixOrder(Generic[Key]):
         # The deepest are the first to go: they are the last that would be of use again.
         for key in reversed(keys):
             self._orphans.setdefault(key, None)
+
+
+def leading(found: Sequence[Item | None]) -> list[Item]:
+    """Those in front of the first that is None: what a prompt has in a row from its beginning."""
+    # In C, as far as it goes: a chunk may be of a single token.
+    length = found.index(None) if None in found else len(found)
+    return [item for item in found[:length] if item is not None]
 
 
 def parents_of(keys: Sequence[Key], before: Key | None = None) -> list[Key | None]:

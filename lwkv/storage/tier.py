@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol, runtime_checkable
 
@@ -144,6 +144,7 @@ class TierSetup:
     `page_format` describes how the bytes of a page are laid out, for people and other tools; the namespace of
     the keys covers all of it. Pages are parts of the pool's slabs: `page.untyped_storage()` is the slab,
     which lives as long as the engine. Why something failed is counted in `counters`, as "<tier>_<reason>".
+    Chunks have `num_layers` layers, but those whose keys have a namespace that is in `layers`.
     """
 
     config: Config
@@ -151,6 +152,7 @@ class TierSetup:
     page_bytes: int
     page_format: str
     counters: Counters
+    layers: Mapping[str, int] = field(default_factory=dict)
 
 
 class TierModule(Protocol):

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from oracle import MemoryTier, Oracle, run_slots
@@ -88,7 +89,7 @@ def failing_device(engine: CacheEngine, place: str | None) -> Iterator[None]:
         yield
 
 
-def take_table_and_fail(uploads: RowTables, values: torch.Tensor) -> None:
+def take_table_and_fail(uploads: RowTables, values: npt.NDArray[Any]) -> None:
     uploads.new_table(values.nbytes)
     raise torch.OutOfMemoryError("no memory left, says the test")
 

@@ -187,6 +187,7 @@ def test_neighbouring_layers_move_together_as_one_by_one(
     paged = [one.copy_to(device) for one in made]
     layers = [one.layer for one in paged]
     kernels.prepare(layers)
+    kernels.prepare([one.copy_to(device).layer for one in made[:2]])  # of another group of the engine
     slots, step = [17, 3, 4, 9, 10], 16 * layers[0].row_bytes
     rows = on(make_rows(slots, 2, parts), device)
     staging = torch.full(((last - first) * step,), PADDING, dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -85,6 +86,58 @@ def test_several_are_loaded_whatever_layers_the_model_waits_for(
     assert engine.flush()
     stats = engine.stats()
     assert (stats["tokens_asked"], stats["tokens_retrieved"], stats["host_hits"]) == (40, 40, 5)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize(
+    ("pages", "layers_together", "waits"),
+    [(3, 1, 4), *(pytest.param(*more, marks=pytest.mark.slow) for more in [(1, 1, 1), (5, 30, 1)])],
+)
+def test_many_layers_in_several_slices_come_in_time_with_the_least_copies(
+    platform: Platform, device: torch.device, streams: int, pages: int, layers_together: int, waits: int
+) -> None:
+    """More layers than are queued ahead, in staging buffers for so many of five pages, or for several layers.
+
+    The model waits for every layer, or leaves some out.
+    """
+    oracle = Oracle(platform, device, "sglang_kv", Dims(layers=23, blocks=32))
+    buffers = {1: 3, 2: 6}[streams]
+    staging = buffers * layers_together * pages * oracle.page_bytes(CHUNK)
+    with oracle.engine(CHUNK, staging_bytes=staging, load_streams=streams, pages=400) as engine:
+        for tokens, slots in ((ONE, FROM[:24]), (OTHER, FROM[24:])):
+            oracle.compute(tokens, slots)
+            engine.store(tokens, slot_mapping=slots)
+        assert engine.flush()
+        with counted_copies(engine) as copies:
+            load = begin(engine, pinned(engine, ONE, INTO_ONE), pinned(engine, OTHER, INTO_OTHER))
+            for layer in range(0, 23, waits):
+                load.wait(layer)
+                for tokens, slots in ((ONE, INTO_ONE), (OTHER, INTO_OTHER)):
+                    oracle.read(tokens, slots, layer, f"after layer {layer}")
+            assert finish(load)
+            assert engine.flush()
+        for tokens, slots in ((ONE, INTO_ONE), (OTHER, INTO_OTHER)):
+            oracle.expect(tokens, slots)
+        oracle.check()
+        slices = -(-5 // pages)
+        assert len(copies) == 23 * slices if layers_together == 1 else len(copies) < 23
+        assert sum(copies) == 23 * 5 * oracle.page_bytes(CHUNK), "each page once"
+        require_rest(engine)
+
+
+@contextmanager
+def counted_copies(engine: CacheEngine) -> Iterator[list[int]]:
+    """The bytes of each batch of copies that loads queue."""
+    connector, batches = engine.connector, list[int]()
+    load_batch = connector.platform.load_batch
+
+    def counted(target: torch.Tensor, batch: Any, stream: Any) -> None:
+        batches.append(int(batch.sizes.sum()))
+        load_batch(target, batch, stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connector.platform, "load_batch", counted)
+        yield batches
 
 
 def test_the_model_is_launched_with_layers_queued_ahead_and_the_host_waits_for_nothing(

@@ -10,7 +10,7 @@ import torch
 from oracle import Dims, Oracle, require_rest, run_slots
 
 from lwkv.engine import CacheEngine, Request
-from lwkv.pipeline import prompt_keys
+from lwkv.pipeline import prompt_keys, store
 from lwkv.platforms import Platform
 from lwkv.storage import HostTier
 
@@ -103,8 +103,9 @@ OTHER = [*TOKENS[:16], *range(50, 58)]
 
 @pytest.fixture
 def slow_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of three chunks take long enough to queue the first layers before they are made."""
+    """The keys of three chunks take long enough to queue the first two layers before they are made."""
     monkeypatch.setattr(prompt_keys, "FEW_CHUNKS", 2)
+    monkeypatch.setattr(store, "UNNAMED_LAYERS", 2)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from lwkv.platforms import CopyBatch
 from lwkv.platforms.cpu import CPU
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import PAGE_ALIGNMENT, HostPool
-from lwkv.pool.page_copies import PageCopies
+from lwkv.pool.page_copies import PageCopies, first_batch
 from lwkv.telemetry.counters import Counters
 
 PAGE_BYTES = 5
@@ -417,6 +417,24 @@ def test_layers_that_follow_each_other_are_copied_as_one_where_they_share_a_buff
     assert runs_of(partial.batch(0, 2)) == [(0, 3, 7), (4096, 4, 7)]
     apart = PageCopies(pool.slabs, np.array([[3, 5], [6, 7]], np.int64), np.full(2, 4096), 4096)
     assert len(runs_of(apart.batch(0, 2))) == 3
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True),
+    st.sampled_from([4090, 4096]),
+)
+def test_the_first_layer_s_copies_are_those_of_any_layer(pages: list[int], page_bytes: int) -> None:
+    pool = make_pool(9, page_bytes=page_bytes)
+    taken(pool, 9)
+    numbers = np.array(pages, np.int64)
+    first = first_batch(pool.slabs, numbers, page_bytes)
+    expected = PageCopies(pool.slabs, numbers[None], np.full(len(pages), page_bytes), page_bytes).batch(0, 1)
+    assert runs_of(first) == runs_of(expected)
+    for name in ("slab_of", "host_offsets", "host_addresses", "device_offsets", "sizes"):
+        array, other = getattr(first, name), getattr(expected, name)
+        assert array.dtype == other.dtype == np.int64
+        assert array.tolist() == other.tolist(), name
+    assert first.stable == expected.stable
 
 
 def test_a_batch_outlives_the_growth_of_its_pool() -> None:

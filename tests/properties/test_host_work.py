@@ -52,6 +52,23 @@ def calls_within(work: Callable[[], object]) -> int:
     return count
 
 
+def called_within(work: Callable[[], object], marks: tuple[str, ...] = ()) -> list[str]:
+    """The functions that `calls_within` counts, in order, and calls and returns of the platform's `marks`."""
+    names: list[str] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        name = frame.f_code.co_name
+        if (event in ("call", "return") and name in marks) or (event == "call" and is_counted(frame)):
+            names.append(name)
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
 def frames_to(name: str, work: Callable[[], object]) -> list[list[str]]:
     """For every call of the platform's `name` that `work` makes on this thread, the functions down to it."""
     found: list[list[str]] = []
@@ -201,3 +218,47 @@ def test_a_step_that_only_decodes_costs_as_little_after_prompts_as_before(engine
     assert engine.flush()
     run_decode_step(worker, 3)  # reports what has come
     assert calls_within(lambda: run_decode_step(worker, 4)) == before <= 22
+
+
+def new_prompt(number: int, chunks: int) -> list[int]:
+    return list(range(100_000 * number, 100_000 * number + CHUNK * chunks))
+
+
+def store_and_end(engine: CacheEngine, number: int, chunks: int) -> tuple[list[str], list[str]]:
+    """Store a prompt that no prompt before was; what was called before its first copy, and behind its end.
+
+    Its end runs here, in place of the thread that ends batches.
+    """
+    ends: list[Callable[[], object]] = []
+    tokens, slots = new_prompt(number, chunks), INTO[: CHUNK * chunks]
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(engine._completions, "submit", lambda end, batch=None: ends.append(end))
+        before = called_within(lambda: engine.store(tokens, slot_mapping=slots), ("save_batch",))
+    (end,) = ends
+    behind = called_within(end, ("d2h_fence",))
+    engine._completions._expected.clear()
+    assert engine.lookup(tokens) == len(tokens)
+    last = len(behind) - 1 - behind[::-1].index("d2h_fence")
+    return before[: before.index("save_batch")], behind[last + 1 :]
+
+
+def test_the_first_copy_of_a_store_is_queued_after_what_it_needs_alone(
+    engine: CacheEngine, layers_per_buffer: int
+) -> None:
+    """Its keys but the first, the claims, and what the other layers' copies are come later."""
+    for number in (1, 2):  # until host memory is full
+        store_and_end(engine, number, CHUNKS)
+    before, _ = store_and_end(engine, 3, CHUNKS)
+    assert "evict" in before
+    assert before.count("chunk_keys") == 1
+    assert before.count("lacks_slot") == 1
+    assert not {"begin_write", "remove"}.intersection(before)
+    assert ("_make_copies" in before) == (layers_per_buffer > 1)
+    assert len(before) <= 130
+
+
+def test_what_is_done_behind_the_last_copy_does_not_grow_with_the_chunks(engine: CacheEngine) -> None:
+    few, many = (store_and_end(engine, number, chunks)[1] for number, chunks in ((1, 4), (2, CHUNKS)))
+    assert few == many
+    assert "commit" in many
+    assert len(many) <= 30

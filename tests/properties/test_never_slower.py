@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrations.vllm.simulated import Asked, Simulation, Tier
 
+from lwkv.storage.prefetch import CHUNKS_AT_A_TIME
+
 GB = 1e9
 MORE = 1.05
 STEPS_S = 0.012
@@ -104,6 +106,21 @@ def test_of_a_tier_that_is_slower_than_computing_nothing_is_waited_for(gb_per_s:
     assert computed.ttft_s == pytest.approx(0.218, abs=0.01)
     assert (chosen.ttft_s or 0.0) <= MORE * (computed.ttft_s or 0.0) + STEPS_S
     assert chosen.cached <= 512
+
+
+@pytest.mark.parametrize("gb_per_s", [0.1, 1.0, 1.4])
+def test_of_a_prompt_that_is_computed_after_all_no_more_is_read_than_had_begun(gb_per_s: float) -> None:
+    simulation = Simulation([Tier(Place([gb_per_s]).speed(0, []))], True, 16, 16384)
+    for number in range(3):
+        simulation.answer(simulation.ask(number, 8256))
+        simulation.answer(simulation.ask(100 + number, 600))
+    for number in (60, 61):
+        simulation.put(number, 8256)
+        asked = simulation.ask(number, 8256)
+        simulation.answer(asked)
+        simulation.run_for(1.0)
+        assert asked.cached == 0
+    assert simulation.workers[0].num_read == CHUNKS_AT_A_TIME, "which show how fast the tier is"
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from storage.faulty_tier import LONG_S, FaultyTier
@@ -12,6 +13,7 @@ from lwkv.keys import ChunkKey
 from lwkv.platforms.cpu import CPU
 from lwkv.pool.host_pool import HostPool
 from lwkv.storage import Hold, LayerPages, StorageManager, Write
+from lwkv.storage.host_tier import HostChunks
 from lwkv.telemetry.counters import Counters
 
 NUM_LAYERS = 3
@@ -42,8 +44,11 @@ class Clock:
 
 
 class Rig:
-    """A manager of chunks named by numbers; its clock stands still unless it is given another. `settings` are
-    more of StorageManager's."""
+    """A manager of chunks named by numbers; its clock stands still unless it is given another.
+
+    `memory` is a pool and what knows its chunks, None for a pool of its own; `settings` are more of
+    StorageManager's.
+    """
 
     def __init__(
         self,
@@ -51,14 +56,16 @@ class Rig:
         tiers: Sequence[FaultyTier] = (),
         timeout_s: float = LONG_S,
         clock: Callable[[], float] | None = None,
+        memory: tuple[Any, HostChunks | None] | None = None,
         **settings: bool,
     ) -> None:
-        self.pool = HostPool(CPU(), PAGE_BYTES, num_chunks * NUM_LAYERS * 4096, 4 * 4096)
+        own = HostPool(CPU(), PAGE_BYTES, num_chunks * NUM_LAYERS * 4096, 4 * 4096), None
+        self.pool, host = memory or own
         self.tiers = tiers
         self.counters = Counters()
         self.clock = Clock()
         self.manager = StorageManager(
-            self.pool, NUM_LAYERS, tiers, timeout_s, self.counters, clock or self.clock, **settings
+            self.pool, NUM_LAYERS, tiers, timeout_s, self.counters, clock or self.clock, host=host, **settings
         )
         self.host = self.manager.host
 

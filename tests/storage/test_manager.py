@@ -48,6 +48,22 @@ def test_a_chunk_may_be_in_another_tier_than_its_neighbours(make_rig: MakeRig) -
     assert rig.host.contains(keys(1, 2, 3, 4, 5)) == [True] * 5
 
 
+def test_pinned_chunks_are_unpinned_where_their_use_cannot_be_noted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.store(1, 2)
+    chunks = rig.host.pin_prefix(keys(1, 2))
+    assert rig.host.pins == 2
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rig.manager, "note_use", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        rig.manager.end_pinned(keys(1, 2), chunks)
+    assert rig.host.pins == 0
+
+
 def test_a_hold_of_host_memory_alone_asks_no_tier(make_rig: MakeRig) -> None:
     disk = FaultyTier("disk")
     rig = make_rig(disk)

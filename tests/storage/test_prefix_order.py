@@ -89,6 +89,34 @@ def test_wrong_parents_do_no_harm(calls: list[tuple[str, int, int]]) -> None:
         assert sorted(order) == sorted(here)
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(), st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 6)), max_size=5)
+        )
+    )
+)
+def test_many_at_a_time_are_as_one_by_one(calls: list[tuple[bool, list[tuple[int, int | None]]]]) -> None:
+    together: PrefixOrder[int] = PrefixOrder()
+    apart: PrefixOrder[int] = PrefixOrder()
+    for is_added, pairs in calls:
+        keys, parents = [key for key, _ in pairs], [parent for _, parent in pairs]
+        if is_added:
+            together.add_all(keys, parents)
+        else:
+            together.remove_all(keys)
+        for key, parent in pairs:
+            if is_added:
+                apart.add(key, parent)
+            else:
+                apart.remove(key)
+        assert list(together) == list(apart)
+        assert list(together.orphans()) == list(apart.orphans())
+        for key in range(7):
+            assert together.parent(key) == apart.parent(key)
+            assert together.has_behind(key) == apart.has_behind(key)
+
+
 class Counted:
     """A key that counts how often any is looked up."""
 

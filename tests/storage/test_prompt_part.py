@@ -65,3 +65,10 @@ def test_chunks_of_one_prompt_in_a_row_are_one_part() -> None:
         *[keys(7, 8, 9)] * 2,
     ]
     assert parts[0] is parts[1] is not parts[2]
+
+
+def test_a_tier_learns_of_a_part_in_rows() -> None:
+    part = PromptPart(keys(1, 2), ["disk"], lambda chunks: [[key(7), chunk] for chunk in chunks])
+    heard: list[Sequence[ChunkKey]] = []
+    part.let_know("disk", heard.append)
+    assert heard == [keys(7, 1), keys(7, 2)]

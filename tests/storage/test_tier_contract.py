@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,6 +65,22 @@ def test_a_tier_that_was_opened_in_inference_mode_works_outside_of_it(opened: Ca
         tier = opened()
     store(tier, key(1))
     assert load(tier, layer_keys(key(1), range(NUM_LAYERS))) == [Status.OK] * NUM_LAYERS
+
+
+@pytest.mark.parametrize("num_layers", [1, NUM_LAYERS + 2])
+def test_chunks_of_another_namespace_may_have_more_or_fewer_layers(
+    open_tier: OpenTier, num_layers: int
+) -> None:
+    other = ChunkKey("other", key(1).hash)
+    setup = replace(make_setup(PAGE_BYTES, NUM_LAYERS), layers={"other": num_layers})
+    with closing(open_tier(setup)) as tier:
+        store(tier, key(1))
+        assert not num_layers - 1 or {*put(tier, other, range(1, num_layers))} == {Status.OK}
+        assert tier.contains([key(1), other], LONG_S) == [True, False]
+        assert put(tier, other, [0]) == [Status.OK]
+        asked = [*layer_keys(other, range(num_layers)), *layer_keys(key(1), range(NUM_LAYERS))]
+        assert tier.contains([key(1), other], LONG_S) == [True, True]
+        assert load(tier, asked) == [Status.OK] * len(asked)
 
 
 def test_a_chunk_is_there_once_its_layer_0_is(opened: Callable[..., Tier]) -> None:

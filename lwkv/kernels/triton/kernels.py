@@ -38,7 +38,7 @@ class TritonKernels:
 
     def prepare(self, layers: Sequence[PagedLayer]) -> None:
         if self.takes_handles:
-            self._joined = join_layers(layers, self._compiled)
+            self._joined.update(join_layers(layers, self._compiled))
 
     def move_layers(self, scatter: bool, staged: StagedLayers, handle: int | None = None) -> None:
         layers, staging, step, _, turn = staged

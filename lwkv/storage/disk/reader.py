@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,6 +45,15 @@ class DiskReader:
     def can_be_opened(self, key: str) -> bool:
         """Whether this process may read a chunk's file."""
         return self._judge(key, lambda: self._open(key)) is Status.OK
+
+    def read_run(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]) -> list[Status]:
+        """Fill pages with neighbouring layers of one chunk, by one call; a status for each.
+
+        Where anything is not as it should be, each layer is read again by itself, and judged.
+        """
+        if len(keys) > 1 and self._fill_all(keys[0].chunk.to_string(), keys[0].layer, pages):
+            return [Status.OK] * len(keys)
+        return [self.read(key, page) for key, page in zip(keys, pages, strict=True)]
 
     def read(self, key: LayerKey, page: torch.Tensor) -> Status:
         """Fill a page with a layer. Raises OSError where it is not the file that is wrong."""
@@ -97,6 +106,22 @@ class DiskReader:
             if found != header.layers[layer].checksum:
                 raise BadFileError("corrupt", f"layer {layer} does not have the checksum it should")
             return Status.OK
+        finally:
+            os.close(file)
+
+    def _fill_all(self, key: str, first: int, pages: Sequence[torch.Tensor]) -> bool:
+        """Whether pages were filled with the layers of a chunk from the first on, and all are whole."""
+        try:
+            file = open_to_read(self._folder.chunk_path(key), self._folder.direct)
+        except OSError:
+            return False
+        try:
+            header = self._headers.get(key) or self._read_header(file, key)
+            read_pages(file, pages, self._form.offset(first))
+            found = [checksum(bytes_of(page)) for page in pages]
+            return found == [entry.checksum for entry in header.layers[first : first + len(pages)]]
+        except (OSError, BadFileError, OtherFormError):
+            return False
         finally:
             os.close(file)
 

@@ -8,7 +8,9 @@ import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -33,27 +35,38 @@ log = logging.getLogger(__name__)
 NUM_THREADS = 8
 
 
+class FilesOfForm(NamedTuple):
+    """What reads and writes the chunks of one form."""
+
+    reader: DiskReader
+    writer: DiskWriter
+
+
 class DiskTier:
-    """Chunks of one form in a folder. Layers become visible together, when the file has its last name.
+    """Chunks in a folder. Layers become visible together, when the file has its last name.
 
     Whatever is not the file that was written is a miss, a counter and a line in the log, and set aside.
+
+    Args:
+        form: of the files.
+        others: of files of chunks that have another form, by the namespace of their keys.
     """
 
     name = "disk"
 
-    def __init__(self, folder: Folder, form: FileForm, counters: Counters) -> None:
-        headers = Headers()
+    def __init__(
+        self, folder: Folder, form: FileForm, counters: Counters, others: Mapping[str, FileForm] | None = None
+    ) -> None:
         self._folder = folder
         self._counters = counters
-        self._reader = DiskReader(folder, form, headers, counters)
-        self._writer = DiskWriter(folder, form, headers)
+        self._files = self._open(form)
+        self._others = {namespace: self._open(other) for namespace, other in (others or {}).items()}
         self._workers = Workers("disk-read", NUM_THREADS)
         self._closed = False
 
     def contains(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
         self._require_open()
-        texts = [key.to_string() for key in keys]
-        return [self._reader.is_there(text) for text in texts]
+        return [self._of(key).reader.is_there(key.to_string()) for key in keys]
 
     def follow(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
         self._require_open()
@@ -61,66 +74,93 @@ class DiskTier:
 
     def get(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         self._require_open()
-        size = max(1, -(-len(keys) // NUM_THREADS))
-        starts = range(0, len(keys), size)
+        runs = neighbours(keys)
+        size = max(1, -(-len(runs) // NUM_THREADS))
+        parts = [partial(self._read_runs, runs[i : i + size], keys, pages) for i in range(0, len(runs), size)]
+        if len(parts) <= 1:  # on this thread: another one would have to wake up
+            return [status for part in parts for status in part()]
         # First come, first served: the threads finish one layer before they begin with the next.
-        parts = [
-            self._workers.submit(
-                partial(self._read_all, keys[start : start + size], pages[start : start + size])
-            )
-            for start in starts
-        ]
-        wait(parts)  # all of them: where one failed, another may still be filling its pages
-        return [status for part in parts for status in part.result()]
+        read = [self._workers.submit(part) for part in parts]
+        wait(read)  # all of them: where one failed, another may still be filling its pages
+        return [status for part in read for status in part.result()]
 
     def put(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor], deadline_s: float) -> list[Status]:
         self._require_open()
         chunks: dict[ChunkKey, dict[int, torch.Tensor]] = {}
         for (chunk, layer), page in zip(keys, pages, strict=True):
             chunks.setdefault(chunk, {})[layer] = page
-        kept = {chunk: self._put_chunk(chunk.to_string(), layers) for chunk, layers in chunks.items()}
+        kept = {chunk: self._put_chunk(chunk, layers) for chunk, layers in chunks.items()}
         return [kept[key.chunk] for key in keys]
 
     def close(self) -> None:
         self._closed = True
         self._workers.close(0)
-        self._writer.close()
+        for files in (self._files, *self._others.values()):
+            files.writer.close()
 
     def gauges(self) -> dict[str, int]:
         """What is there now."""
         return {"used_bytes": self._folder.used_bytes, "files": self._folder.num_files}
 
-    def _read_all(self, keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]) -> list[Status]:
-        return [self._reader.read(key, page) for key, page in zip(keys, pages, strict=True)]
+    def _read_runs(
+        self, runs: Sequence[slice], keys: Sequence[LayerKey], pages: Sequence[torch.Tensor]
+    ) -> list[Status]:
+        readers = [self._of(keys[run.start].chunk).reader for run in runs]
+        return [
+            status
+            for run, reader in zip(runs, readers, strict=True)
+            for status in reader.read_run(keys[run], pages[run])
+        ]
 
-    def _put_chunk(self, key: str, pages: Mapping[int, torch.Tensor]) -> Status:
+    def _put_chunk(self, key: ChunkKey, pages: Mapping[int, torch.Tensor]) -> Status:
         try:
-            return Status.OK if self._is_kept(key, pages) else Status.ERROR
+            return Status.OK if self._is_kept(key.to_string(), pages, *self._of(key)) else Status.ERROR
         except PromptTooLargeError:
             self._counters.add("disk_refused")
             return Status.MISS
 
-    def _is_kept(self, key: str, pages: Mapping[int, torch.Tensor]) -> bool:
-        if self._writer.is_writing(key) or not self._folder.has(key):
-            return self._writer.put(key, pages)
+    def _is_kept(
+        self, key: str, pages: Mapping[int, torch.Tensor], reader: DiskReader, writer: DiskWriter
+    ) -> bool:
+        if writer.is_writing(key) or not self._folder.has(key):
+            return writer.put(key, pages)
         # What has the name and can neither be used nor set aside stays there, and nothing is kept.
-        if self._reader.is_there(key):
-            return self._reader.can_be_opened(key)
-        return not self._folder.has(key) and self._writer.put(key, pages)
+        if reader.is_there(key):
+            return reader.can_be_opened(key)
+        return not self._folder.has(key) and writer.put(key, pages)
+
+    def _open(self, form: FileForm) -> FilesOfForm:
+        headers = Headers()
+        reader = DiskReader(self._folder, form, headers, self._counters)
+        return FilesOfForm(reader, DiskWriter(self._folder, form, headers))
+
+    def _of(self, key: ChunkKey) -> FilesOfForm:
+        return self._others.get(key.namespace, self._files)
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the disk tier is closed")
 
 
+def neighbours(keys: Sequence[LayerKey]) -> list[slice]:
+    """Where keys name neighbouring layers of one chunk: these lie in its file one behind the other."""
+    runs: list[slice] = []
+    for i, key in enumerate(keys):
+        if i and key == LayerKey(keys[i - 1].chunk, keys[i - 1].layer + 1):
+            runs[-1] = slice(runs[-1].start, i + 1)
+        else:
+            runs.append(slice(i, i + 1))
+    return runs
+
+
 def open_tier(url: str, setup: TierSetup) -> DiskTier:
     """Open the folder of a file:// URL; a missing one is made, its parent is not. Raises ConfigError."""
     path, limit = _path(url), setup.config.max_disk_bytes
     form = FileForm(setup.num_layers, setup.page_bytes, setup.page_format)
-    if form.file_bytes > limit:
-        raise ConfigError(
-            f"max_local_disk_size holds {limit} bytes, but one chunk needs {form.file_bytes}: raise it"
-        )
+    others = {namespace: replace(form, num_layers=number) for namespace, number in setup.layers.items()}
+    largest = max(each.file_bytes for each in (form, *others.values()))
+    if largest > limit:
+        raise ConfigError(f"max_local_disk_size holds {limit} bytes, but one chunk needs {largest}: raise it")
     _refuse_address(path)
     try:
         with suppress(FileExistsError):
@@ -130,7 +170,7 @@ def open_tier(url: str, setup: TierSetup) -> DiskTier:
     except OSError as error:
         raise _unusable(path, error) from None
     log.info("tier disk: %s has %d files; %s", path, folder.num_files, _way(folder.direct))
-    return DiskTier(folder, form, setup.counters)
+    return DiskTier(folder, form, setup.counters, others)
 
 
 def examine(url: str, config: Config) -> Mapping[str, str]:

@@ -36,7 +36,7 @@ def run_writers(work: str, folder: Path, rounds: int = 1, writers: int = 1) -> l
     return [(int(leftovers), int(chunks)) for leftovers, chunks in lines]
 
 
-@pytest.mark.parametrize(("rounds", "writers"), [(100, 1), (20, 2)])
+@pytest.mark.parametrize(("rounds", "writers"), [pytest.param(100, 1, marks=pytest.mark.slow), (20, 2)])
 def test_a_writer_that_is_killed_leaves_whole_chunks_and_no_byte_more(
     tmp_path: Path, rounds: int, writers: int
 ) -> None:

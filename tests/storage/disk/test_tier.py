@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -126,6 +127,40 @@ def test_a_layer_that_went_bad_is_set_aside_counted_and_told_once(
         "layer 2 does not have the checksum it should"
     ]
     assert rig.names() == [f"{key(1).to_string()}.bad", f"{key(2).to_string()}.kv"]
+
+
+def test_neighbouring_layers_are_read_by_one_call_on_the_thread_that_asks(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = rig.open()
+    store(tier, *keys(1, 2))
+    read: list[tuple[str, int]] = []
+    read_pages = reader.read_pages
+
+    def counted(file: int, pages: Any, offset: int) -> None:
+        read.append((threading.current_thread().name, len(pages)))
+        read_pages(file, pages, offset)
+
+    monkeypatch.setattr(reader, "read_pages", counted)
+    assert load(tier, layer_keys(key(1), ALL_LAYERS)) == [Status.OK] * NUM_LAYERS
+    assert read == [(threading.current_thread().name, NUM_LAYERS)]
+    read.clear()
+    both = [*layer_keys(key(1), [1, 2]), *layer_keys(key(2), ALL_LAYERS), *layer_keys(key(2), [0])]
+    assert load(tier, both) == [Status.OK] * len(both)
+    assert sorted(number for _, number in read) == [1, 2, NUM_LAYERS]
+
+
+@pytest.mark.parametrize("bad", ALL_LAYERS)
+def test_of_layers_read_by_one_call_those_before_a_bad_one_are_good(rig: DiskRig, bad: int) -> None:
+    tier = rig.open()
+    store(tier, key(1))
+    with rig.path(key(1)).open("r+b") as file:
+        file.seek(FORM.offset(bad))
+        file.write(b"x")
+    found = load(tier, layer_keys(key(1), ALL_LAYERS))
+    assert found == [Status.OK] * bad + [Status.MISS] * (NUM_LAYERS - bad)
+    assert rig.counters.totals() == {"disk_corrupt": 1}
+    assert load(tier, layer_keys(key(2), ALL_LAYERS)) == [Status.MISS] * NUM_LAYERS
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, FORM.file_bytes - 4096, FORM.file_bytes - 1])

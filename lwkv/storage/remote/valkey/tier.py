@@ -35,7 +35,7 @@ FIELDS_OF_LAYER = 2
 def open_tier(url: str, setup: TierSetup) -> ValkeyTier:
     """See TierModule. A server that is not there yet is logged."""
     address = read_address(url)
-    tier = ValkeyTier(partial(connect, address), setup.num_layers, setup.counters)
+    tier = ValkeyTier(partial(connect, address), setup.num_layers, setup.counters, layers=setup.layers)
     try:
         tier.connect()
     except ConnectionError as error:
@@ -66,6 +66,7 @@ class ValkeyTier:
         connect: makes a connection. Raises ConfigError, ConnectionError.
         num_layers: of a chunk, which is there where all of them are: it may be evicted while it is written.
         clock: seconds since the epoch.
+        layers: of chunks that have another number of them, by the namespace of their keys.
     """
 
     name = "valkey"
@@ -76,9 +77,11 @@ class ValkeyTier:
         num_layers: int,
         counters: Counters,
         clock: Callable[[], float] = time.time,
+        layers: Mapping[str, int] | None = None,
     ) -> None:
         self._connect = connect
         self._num_layers = num_layers
+        self._layers = layers or {}
         self._counters = counters
         self._shards = Shards([Shard(0, "the server")])
         self._clients = Connections(self._new_client)
@@ -100,7 +103,8 @@ class ValkeyTier:
                 names = [_name(tags[i]) for i in last_first]
                 counts = self._ask(server, partial(client.count_fields, names)) or [0] * len(names)
                 for i, count in zip(last_first, counts, strict=True):
-                    there[i] = count >= self._num_layers * FIELDS_OF_LAYER
+                    num_layers = self._layers.get(keys[i].namespace, self._num_layers)
+                    there[i] = count >= num_layers * FIELDS_OF_LAYER
         return there
 
     def follow(self, prompt: Sequence[ChunkKey], deadline_s: float) -> None:
