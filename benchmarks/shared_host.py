@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from lwkv.benchmarks.measuring.idle_owner import timed_pin
 from lwkv.keys import ChunkKey
 from lwkv.shared_host.client.connecting import connect, wait_for_owner
 from lwkv.shared_host.client.session import Session
@@ -35,9 +37,6 @@ from lwkv.shared_host.owner.server import Memory, Server
 STRIDE = 4096
 PROMPT_CHUNKS = 128
 """32,768 tokens in chunks of 256."""
-
-ANNOUNCED_S = 0.0003
-"""By how much a load announces that it pins."""
 
 LONG_S = 60.0
 
@@ -84,7 +83,7 @@ def measure(path: str, scale: Scale) -> dict[str, Any]:
         index_bytes = _resident_bytes(owner) - empty_bytes
         alone = _lookups(session, num_prompts, scale.seconds)
         asleep = _pins(session, num_prompts, scale.seconds / 2)
-        announced = _pins(session, num_prompts, scale.seconds / 2, ANNOUNCED_S)
+        announced = _pins(session, num_prompts, scale.seconds / 2, announces=True)
         stop = context.Event()
         clients = [
             _started(context.Process(target=_store_on, args=(path, number, scale, stop)))
@@ -166,24 +165,19 @@ def _lookups(session: Session, num_prompts: int, seconds: float) -> list[float]:
     return times
 
 
-def _pins(session: Session, num_prompts: int, seconds: float, announced_s: float = 0.0) -> list[float]:
+def _pins(session: Session, num_prompts: int, seconds: float, announces: bool = False) -> list[float]:
     """Milliseconds of each pin of a quarter of a prompt, for some seconds, by an owner that has been idle.
 
     Args:
-        announced_s: by how much it is announced before, as a load does; 0 for not at all.
+        announces: whether each is announced before, as a load does.
     """
     random, times = np.random.default_rng(2), []
+    announce = session.announce if announces else None
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         keys = _keys(int(random.integers(num_prompts)))[: PROMPT_CHUNKS // 4]
-        time.sleep(0.02)
-        if announced_s:
-            session.announce()
-        until = time.perf_counter() + announced_s
-        while (begun := time.perf_counter()) < until:
-            pass
-        pinned = session.pin(session.welcome.num_pages, keys)
-        times.append(1000 * (time.perf_counter() - begun))
+        took_ms, pinned = timed_pin(partial(session.pin, session.welcome.num_pages, keys), announce)
+        times.append(took_ms)
         if pinned is not None:
             session.free(pinned.pages, np.ones(len(pinned.pages), np.int64))
             session.has(0, ())

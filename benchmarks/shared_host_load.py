@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lwkv.benchmarks.measuring.idle_owner import timed_pin
 from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.owner import owner_of
 from lwkv.benchmarks.measuring.shapes import SHAPES
@@ -31,9 +33,6 @@ GATE = 0.98
 """The least that the speed from a node's memory may be of that from own memory."""
 
 OWN, NODE = "own", "node"
-
-ANNOUNCED_S = 0.0003
-"""By how much a load announces that it pins: it checks slots and makes keys meanwhile."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,7 +167,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "load_gb_s": moved / median / 1e6,
             "pinned_load_ms": pinned,
             "pin_ms": _pin_ms(measured, tokens, args.repeats),
-            "announced_pin_ms": _pin_ms(measured, tokens, args.repeats, ANNOUNCED_S),
+            "announced_pin_ms": _pin_ms(measured, tokens, args.repeats, announces=True),
             "huge_page_share": _huge_page_share(),
             "bytes_are_right": right,
         }
@@ -196,22 +195,16 @@ def _pinned_load_ms(measured: MeasuredEngine, tokens: Slots, repeats: int) -> fl
     return statistics.median(times)
 
 
-def _pin_ms(measured: MeasuredEngine, tokens: Slots, repeats: int, announced_s: float = 0.0) -> float:
+def _pin_ms(measured: MeasuredEngine, tokens: Slots, repeats: int, announces: bool = False) -> float:
     """How long the host looks for all chunks and pins them, after it and the owner have been idle.
 
     Args:
-        announced_s: seconds by which that is announced before, as a load does; 0 for not at all.
+        announces: whether that is announced before, as a load does.
     """
     host, keys, times = measured.engine.parts().storage.host, measured.engine.keys(tokens), []
     for _ in range(repeats):
-        time.sleep(0.02)  # as long as a load, in which the owner sleeps
-        if announced_s:
-            host.announce()
-        until = time.perf_counter() + announced_s
-        while (begun := time.perf_counter()) < until:
-            pass
-        chunks = host.pin_prefix(keys)
-        times.append(1e3 * (time.perf_counter() - begun))
+        took_ms, chunks = timed_pin(partial(host.pin_prefix, keys), host.announce if announces else None)
+        times.append(took_ms)
         host.unpin(chunks)
     return statistics.median(times)
 

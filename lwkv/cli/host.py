@@ -24,7 +24,7 @@ MOST_THREADS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", type=float, required=True, metavar="GIB", help="host memory to own")
+    parser.add_argument("--size", type=_gibibytes, required=True, metavar="GIB", help="host memory to own")
     parser.add_argument(
         "--socket",
         default=default_path(),
@@ -78,6 +78,16 @@ def run(args: argparse.Namespace) -> int:
     finally:
         address.close()
     return 0
+
+
+def _gibibytes(text: str) -> float:
+    """The number in `text`. Raises ArgumentTypeError, as argparse expects."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; allowed: a number of GiB without a unit, as in --size 40"
+        ) from None
 
 
 def _whole_bytes(size: float) -> int:

@@ -102,19 +102,18 @@ def bytes_by_node(memory: torch.Tensor) -> dict[int, int]:
 
     Nothing where the system does not say, or nothing of it is mapped yet.
     """
-    begin, found = f"{memory.data_ptr():x} ", dict[int, int]()
-    with suppress(OSError, ValueError), open("/proc/self/numa_maps") as lines:
+    begin = f"{memory.data_ptr():x} "
+    with suppress(KeyError, OSError, ValueError), open("/proc/self/numa_maps") as lines:
         for line in lines:
             if line.startswith(begin):
-                words = [word.partition("=") for word in line.split()]
-                sizes = [int(value) << 10 for name, _, value in words if name == "kernelpagesize_kB"]
+                values = dict(word.partition("=")[::2] for word in line.split())
+                size = int(values["kernelpagesize_kB"]) << 10
                 return {
                     int(name[1:]): int(value) * size
-                    for size in sizes
-                    for name, _, value in words
+                    for name, value in values.items()
                     if name[0] == "N" and name[1:].isdigit()
                 }
-    return found
+    return {}
 
 
 def _read_list(path: Path) -> list[int]:

@@ -34,3 +34,10 @@ def test_it_owns_memory_until_it_is_told_to_end(tmp_path: Path) -> None:
     assert owner.returncode == 0
     assert re.fullmatch(r".* 0\.01 GiB of host memory at \S+, taken in \d\.\d s, 0\.0. GiB .*\n", errors)
     assert not path.exists()
+
+
+def test_a_size_with_a_unit_is_refused_with_words() -> None:
+    command = [sys.executable, "-m", "lwkv", "host", "--size", "40GB"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "--size: got '40GB'; allowed: a number of GiB without a unit, as in --size 40" in refused.stderr

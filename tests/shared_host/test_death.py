@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,17 @@ def test_clients_that_are_killed_at_any_time_spoil_nothing_for_the_others(path: 
         wait_for(lambda: is_at_rest(path))
 
 
+def end_well(progress: Progress, clients: Sequence[BaseProcess], owner: BaseProcess, path: Path) -> None:
+    """Let clients go on for a while with an owner that lives, and end: all well, and nothing is held."""
+    progress.wait_more(100)
+    progress.stop()
+    for process in clients:
+        process.join(60)
+        assert process.exitcode == 0
+    wait_for(lambda: is_at_rest(path))
+    kill(owner)
+
+
 def test_an_owner_that_is_killed_is_followed_by_an_empty_one_and_no_byte_is_wrong(
     path: Path, kills: int
 ) -> None:
@@ -104,13 +116,7 @@ def test_an_owner_that_is_killed_is_followed_by_an_empty_one_and_no_byte_is_wron
         owner.join(chosen.uniform(0.05, 0.5))
         kill(owner)
         owner = start(run_owner, path, PAGES)
-    progress.wait_more(100)
-    progress.stop()
-    for process in clients:
-        process.join(60)
-        assert process.exitcode == 0
-    wait_for(lambda: is_at_rest(path))
-    kill(owner)
+    end_well(progress, clients, owner, path)
 
 
 @pytest.mark.slow  # clients look for a new owner twice a second
@@ -126,13 +132,7 @@ def test_an_owner_that_is_killed_within_any_reply_spoils_no_byte_either(path: Pa
         owner.join(60)
         assert owner.exitcode == -9
     owner = start(run_owner, path, PAGES)
-    progress.wait_more(100)
-    progress.stop()
-    for process in clients:
-        process.join(60)
-        assert process.exitcode == 0
-    wait_for(lambda: is_at_rest(path))
-    kill(owner)
+    end_well(progress, clients, owner, path)
 
 
 def test_an_owner_and_engines_that_stop_and_go_on_again_spoil_no_byte(path: Path, kills: int) -> None:
@@ -147,13 +147,7 @@ def test_an_owner_and_engines_that_stop_and_go_on_again_spoil_no_byte(path: Path
         freeze(stopped)
         time.sleep(chosen.uniform(0, 1.5 * SHORT_S))
         thaw(stopped)
-    progress.wait_more(100)
-    progress.stop()
-    for process in clients:
-        process.join(60)
-        assert process.exitcode == 0
-    wait_for(lambda: is_at_rest(path))
-    kill(owner)
+    end_well(progress, clients, owner, path)
 
 
 def test_what_a_client_holds_is_freed_when_its_process_is_gone_and_not_before(path: Path) -> None:

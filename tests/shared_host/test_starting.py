@@ -39,7 +39,7 @@ def opened(path: Path, gib: float) -> NodePool:
 def test_engines_that_start_at_once_have_one_owner_which_ends_after_the_last_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting, "LINGER_S", 4.0)
+    monkeypatch.setattr(starting, "LINGER_S", 1.5)
     path = tmp_path / "host.sock"
     with ThreadPoolExecutor(2) as threads:
         pools = list(threads.map(lambda _: opened(path, 0.01), range(2)))
@@ -48,7 +48,7 @@ def test_engines_that_start_at_once_have_one_owner_which_ends_after_the_last_of_
     assert sessions[0] is not None
     assert sessions[0].welcome.num_bytes == 5 * (2 << 20)
     pools[0].close()
-    time.sleep(4.5)  # longer than it stays without any
+    time.sleep(2.0)  # longer than it stays without any
     assert path.exists()
     pages = pools[1].allocate(2)
     assert pages is not None

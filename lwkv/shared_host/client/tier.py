@@ -12,7 +12,7 @@ from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.session import Session
 from lwkv.shared_host.protocol import Op, name_of
 from lwkv.storage.host_tier import Chunk, Watcher
-from lwkv.storage.prefix_order import parents_of
+from lwkv.storage.prefix_order import leading, parents_of
 
 
 class NodeTier:
@@ -63,9 +63,9 @@ class NodeTier:
 
     def pin_prefix(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
         found = self._pin(keys, Op.PIN_PREFIX)
-        length = found.index(None) if None in found else len(found)
-        self.unpin([chunk for chunk in found[length:] if chunk is not None])
-        return [chunk for chunk in found[:length] if chunk is not None]
+        chunks = leading(found)
+        self.unpin([chunk for chunk in found[len(chunks) :] if chunk is not None])
+        return chunks
 
     def _pin(self, keys: Sequence[ChunkKey], op: Op) -> list[Chunk | None]:
         session = self._pool.session

@@ -31,6 +31,7 @@ from lwkv.shared_host.protocol import (
     read_spills,
 )
 from lwkv.storage.host_tier import Chunk, HostTier
+from lwkv.storage.prefix_order import leading
 
 MOST_PINNED = MOST_BYTES // 16
 """Numbers that one reply has for pages and what is beside them: half of a message. Chunks beyond these are
@@ -175,8 +176,8 @@ class NodeIndex:
 
     def _pin_prefix(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
         found = self.tier.find(_keys(keys))
-        length = found.index(None) if None in found else len(found)
-        return self._hold(client, self._usable(limit), [*found[:length], *[None] * (len(found) - length)])
+        chunks = leading(found)
+        return self._hold(client, self._usable(limit), [*chunks, *[None] * (len(found) - len(chunks))])
 
     def _hold(self, client: Client, end: int, chunks: Sequence[Chunk | None]) -> list[bytes]:
         """Have a client hold chunks, as far as they are below page `end`, once `settle` is called."""
@@ -205,10 +206,10 @@ class NodeIndex:
         end, (count,) = self._usable(limit), read_numbers(wanted).tolist()
         if count < 1:
             raise ProtocolError(f"got {count} pages to reserve; allowed: 1 or more")
-        # No more go than can be of use.
-        evicts = self.pages.num_pages <= end and count <= self.pages.num_pages
+        evicts = self.pages.num_pages <= end
         pages = self._take(count, end, client.near)
-        if pages is None and evicts and self._make_room(count):
+        # Nothing goes where that cannot be of use.
+        if pages is None and evicts and count <= self.pages.num_pages and self._make_room(count):
             pages = self.pages.take(count, end, client.near)
         if pages is None:
             room = self.pages.free_below(end) + (self.tier.evictable() if evicts else 0)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 from integrations.in_vllm import models
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import assert_same, prompt, with_lwkv
+from integrations.in_vllm.rig import CHUNK, assert_same, prompt, with_lwkv
+from integrations.in_vllm.test_soak import PrefixOracle
 from shared_host.owners import owner_at
 
 PROMPTS = [prompt(400, 300), prompt(401, 200)]
+LAYERS, ROOM = 4, 8
+"""Chunks that the owner has room for."""
 
 
 def test_what_one_engine_stores_is_a_hit_of_the_other_and_of_one_that_starts_when_it_was_killed(
@@ -36,6 +41,39 @@ def test_what_one_engine_stores_is_a_hit_of_the_other_and_of_one_that_starts_whe
         finally:
             first.kill()
             second.close()
+
+
+def test_two_engines_with_less_memory_than_a_prompt_find_what_it_has_room_for(
+    llama: Path, plain: Elsewhere, tmp_path: Path
+) -> None:
+    path = tmp_path / "host.sock"
+    settings = with_lwkv(host_memory=str(path), extra_config={"host_memory_timeout_s": 30.0})
+    with owner_at(path, ROOM * LAYERS, stride=32768) as owner:
+        engines = [Elsewhere(llama, enable_prefix_caching=False, **settings) for _ in range(2)]
+        try:
+            require_hits_of_the_room(engines, plain)
+            assert owner.server.status()["chunks"] == ROOM
+        finally:
+            for engine in engines:
+                engine.close()
+
+
+def require_hits_of_the_room(engines: Sequence[Elsewhere], plain: Elsewhere) -> None:
+    """Conversations, each turn asked of either engine, find what a cache of the owner's room finds.
+
+    The room is less than the last turn has chunks.
+    """
+    oracle, random, found, wanted = PrefixOracle(ROOM, CHUNK), Random(18), 0, 0
+    turns = [prompt(403, 100) + prompt(404 + number, 200 * turn) for turn in (1, 2, 3) for number in (0, 1)]
+    for ids in [*turns, *random.sample(turns, len(turns))]:
+        engine = random.choice(engines)
+        lost = engine.call("recomputed")
+        (answer,) = asked = engine.call("ask", [ids])
+        assert_same(asked, plain.ask([ids]))
+        assert engine.call("flush")
+        found += answer.cached - (engine.call("recomputed") - lost)
+        wanted += min(oracle.ask(ids), (len(ids) - 1) // CHUNK * CHUNK)
+    assert found >= wanted > 0
 
 
 def test_two_ranks_of_a_model_with_latent_rows_keep_them_once_and_both_load_them(tmp_path: Path) -> None:

@@ -113,6 +113,22 @@ def test_a_client_hears_of_each_eviction_once() -> None:
     assert client.news() == b""
 
 
+@pytest.mark.parametrize("count", [PAGES - 1, PAGES, PAGES + 1, 10 * PAGES])
+def test_who_asks_for_more_than_can_be_had_hears_how_much_can(count: int) -> None:
+    index = NodeIndex(PAGES, 5)
+    client, other = index.client(), index.client()
+    held = reserve(index, other, 2)
+    pages = reserve(index, client, 8)
+    commit(index, client, pages, [2, 2, 4], 1, 2, 3)
+    free(index, client, pages)
+    answer = index.handle(client, Message(Op.RESERVE, 1, [ALL, pack_numbers([count])]))
+    assert answer is not None
+    assert (answer[0], read_numbers(answer[1]).tolist()) == (b"", [PAGES - len(held)])
+    there = index.handle(client, Message(Op.HAS, 1, [ALL, pack_keys(keys(1, 2, 3))]))
+    assert there == [b"\1" * 3], "nothing goes that is of no use"
+    assert len(reserve(index, client, PAGES - len(held))) == PAGES - len(held)
+
+
 def free(index: NodeIndex, client: Client, pages: list[int]) -> None:
     index.handle(client, Message(Op.FREE, 0, [pack_numbers(pages), pack_numbers([1] * len(pages))]))
 
