@@ -3,7 +3,7 @@
 vLLM makes one connector in its scheduler and one in each worker. They share no memory: the scheduler's half
 (`scheduler.py`) decides what is loaded and stored and sends orders, a worker's half (`worker.py`) carries
 them out and sends reports. Only `connector.py`, `statistics.py`, `events.py` and `versions.py` know vLLM's
-classes.
+classes, and `failed_loads.py` some methods of its scheduler.
 """
 
 from __future__ import annotations

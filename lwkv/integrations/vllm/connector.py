@@ -13,6 +13,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from lwkv.config.foreign_variables import warn_of_foreign_variables
 from lwkv.engine import CacheEngine
@@ -20,6 +21,7 @@ from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.blending.bring_up import make_blend_worker, make_planner
 from lwkv.integrations.vllm.blending.refusals import refuse
 from lwkv.integrations.vllm.blending.worker.ranks import Ranks
+from lwkv.integrations.vllm.failed_loads import preempt_failed_loads
 from lwkv.integrations.vllm.hybrid import bring_up as several_groups
 from lwkv.integrations.vllm.hybrid.one_group import log_one_group
 from lwkv.integrations.vllm.hybrid.refusals import can_have_groups
@@ -71,6 +73,7 @@ class LWKVConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = _make_scheduler(self._settings, vllm_config, kv_cache_config)
             set_policy(vllm_config.kv_transfer_config, self._settings)
+            preempt_failed_loads(Scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -135,15 +138,13 @@ class LWKVConnector(KVConnectorBase_V1):
         # Every worker names those whose blocks `request_finished` has kept; then vLLM frees them.
         if self._worker is None:
             return None, None
-        blended = (
-            self._worker.blends_ended(finished_req_ids) if isinstance(self._worker, WorkerSide) else None
-        )
+        blended = self._worker.blends_ended(finished_req_ids)
         return self._worker.requests_ended() or None, blended or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         # Called by vLLM in place of `get_finished` from 0.30 on.
         results = super().get_transfer_results(finished_req_ids)
-        if isinstance(self._worker, HybridWorker):
+        if self._worker is not None:
             received, failed = self._worker.received()
             results.finished_recving |= received
             results.failed_recving |= failed
@@ -193,17 +194,10 @@ class LWKVConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._scheduler.num_new_matched_tokens(request, num_computed_tokens)
-        if isinstance(self._scheduler, HybridScheduler):
-            return found, bool(found) and self._scheduler.loads_apart
-        # Where a blend goes on beside the steps of others, its request waits as for one that comes from afar.
-        return found, bool(found) and self._scheduler.waits_for_blend(request)
+        return found, bool(found) and self._scheduler.comes_apart(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        tables = blocks.get_block_ids()
-        if isinstance(self._scheduler, HybridScheduler):
-            self._scheduler.allocated(request, tables, num_external_tokens)
-        else:
-            self._scheduler.allocated(request, tables[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self._scheduler.orders(scheduler_output)
@@ -227,8 +221,7 @@ class LWKVConnector(KVConnectorBase_V1):
         return self._scheduler.finished(request, block_ids[0]), None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if isinstance(self._scheduler, SchedulerSide):
-            self._scheduler.blends_ended(connector_output.finished_recving or ())
+        self._scheduler.blends_ended(connector_output.finished_recving or ())
         self._scheduler.learn_failed_blocks(connector_output.invalid_block_ids)
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if reports is not None:
@@ -297,6 +290,13 @@ def _announces(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
+def _why_rows(settings: Settings) -> str | None:
+    """The setting for which single tokens must be found in vLLM's blocks; None if whole blocks are enough."""
+    if settings.enable_blending:
+        return "enable_blending"
+    return f"page_codec={settings.page_codec}" if settings.page_codec in ("lossless", "fp8") else None
+
+
 def _make_worker(
     settings: Settings, vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> WorkerSide | HybridWorker:
@@ -309,7 +309,7 @@ def _make_worker(
             settings, vllm_config, kv_cache_config, kv_caches, rank, vllm_version
         )
     caches, metadata, hints = describe(
-        vllm_config, kv_cache_config, kv_caches, rank, vllm_version, rows=settings.enable_blending
+        vllm_config, kv_cache_config, kv_caches, rank, vllm_version, _why_rows(settings)
     )
     device = next(iter(kv_caches.values())).device
     # vLLM captures its graphs after this, and page-locking would end a capture: see WorkerSide.introduce.

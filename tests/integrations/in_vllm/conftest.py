@@ -35,8 +35,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.written(models.write_lfm2, tmp_path_factory.mktemp("lfm2"))
+
+
+@pytest.fixture(scope="session")
 def plain(llama: Path) -> Iterator[Elsewhere]:
     """The same model without lwkv, and without a prefix cache."""
     engine = Elsewhere(llama, enable_prefix_caching=False)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def minutes(request: pytest.FixtureRequest) -> float:
+    """How long the soak tests run."""
+    return float(request.config.getoption("--soak"))

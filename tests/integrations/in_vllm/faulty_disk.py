@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ LONG_S = 120.0
 
 
 class FaultyDisk:
-    """Reads and look-ups wait while it is frozen, in every tier on disk of this process."""
+    """Reads and look-ups wait while it is frozen, in every tier on disk of this process.
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    Args:
+        calls: those of DiskReader that wait.
+    """
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, calls: Sequence[str] = ("read_run", "is_there")
+    ) -> None:
         self._folder = folder
         self._goes_on = threading.Event()
         self._goes_on.set()
         self.waited = 0
-        for name in ("read", "is_there"):
+        for name in calls:
             patch.setattr(DiskReader, name, self._waiting(getattr(DiskReader, name)))
 
     def freeze(self) -> None:

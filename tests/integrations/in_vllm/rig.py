@@ -59,6 +59,7 @@ class Engine:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         rotate_each_head_by_its_token()
+        schedule_ahead()
         defaults = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -126,6 +127,28 @@ class Engine:
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         return [_answer(output) for output in self.llm.generate(requests, parameters, use_tqdm=False)]
 
+    def begin(self, name: str, ids: list[int], max_tokens: int = 8) -> None:
+        """Add a request, which runs with the next steps."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, parameters)
+
+    def step_until(self, name: str) -> dict[str, Answer]:
+        """Go on until a request has ended; the answers of all that have ended meanwhile, by name."""
+        answers: dict[str, Answer] = {}
+        while name not in answers:
+            ended = [output for output in self.llm.llm_engine.step() if output.finished]
+            answers |= {output.request_id: _answer(output) for output in ended}
+        return answers
+
+    def run_out(self) -> None:
+        """Take the steps that vLLM's own loop takes when the last request has ended."""
+        while self.core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""
         assert self.llm.reset_prefix_cache()
@@ -162,6 +185,10 @@ class Engine:
         """Wait until all that was stored is in every tier."""
         return bool(self.worker.engine.flush(timeout_s))
 
+    def recomputed(self) -> int:
+        """Tokens that were promised so far and could not be loaded: vLLM counts them as found."""
+        return int(self.worker._counters.totals().get("tokens_recomputed", 0))
+
     def evict_all(self) -> None:
         """Empty lwkv's host memory, as others' chunks would push all out."""
         engine = self.worker.engine
@@ -176,6 +203,14 @@ class Engine:
         stats = engine.stats()
         assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
         assert stats["page_references"] == stats["chunks"] * engine.num_layers
+
+    def groups_at_rest(self) -> None:
+        """The same of an engine with several groups: nothing is pinned and no store is under way."""
+        self.ask([prompt(1, 3)], 1)  # what is not needed any more is given back with the next step
+        engine = self.worker.engine
+        assert engine.flush(30)
+        stats = engine.stats()
+        assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -201,6 +236,26 @@ def rotate_each_head_by_its_token() -> None:
     by_kernel = RotaryEmbedding.forward_cpu
     if by_kernel.__name__ != rotate.__name__:
         RotaryEmbedding.forward_cpu = rotate
+
+
+def schedule_ahead() -> None:
+    """Have vLLM schedule a step before the result of the one before has come, as it does on GPUs.
+
+    On the CPU it does not, whatever is asked for; `async_scheduling=False` has it wait here as well.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+    if hasattr(check, "schedules_ahead"):
+        return
+
+    def keeping(cls: type, vllm_config: Any) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    keeping.schedules_ahead = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = classmethod(keeping)
 
 
 def end_groups() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import Engine, assert_same, prompt, started, with_lwkv
+from integrations.in_vllm.rig import BLOCK, Engine, assert_same, prompt, started, with_lwkv
 
 
 def with_disk(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -66,16 +67,45 @@ def test_a_second_process_finds_what_the_first_stored_before_it_was_killed(
         second.at_rest()
 
 
-def test_a_process_with_other_chunks_finds_nothing_of_these(
+def test_processes_with_other_chunks_or_fp8_pages_find_nothing_of_each_other(
     llama: Path, plain: Elsewhere, tmp_path: Path
 ) -> None:
-    prompts = [prompt(305, 300)]
-    for chunk_size in (64, 32):
-        settings = with_disk(tmp_path, chunk_size=chunk_size)
-        with started(llama, enable_prefix_caching=False, **settings) as engine:
+    """So nobody gets fp8 who did not ask; and who did gets answers of KV that is rounded, and no worse."""
+    prompts = [prompt(305, 256 + 20)]
+    rounded = []
+    for other in ({"page_codec": "fp8"}, {"chunk_size": 32}, {}):
+        # What vLLM keeps itself is not stored; here it keeps what it has until it is rounded.
+        settings = with_disk(tmp_path, **other) | {"enable_prefix_caching": not other}
+        with started(llama, **settings) as engine:
             assert_same(engine.ask(prompts), plain.ask(prompts))
             assert engine.new_hits() == 0
             assert engine.flush()
+            if not other:
+                round_blocks(engine)
+            if other.get("chunk_size") is None:
+                rounded.append(engine.ask(prompts))
+                assert [answer.cached for answer in rounded[-1]] == [256]
+    of_fp8_pages, of_rounded_blocks = rounded
+    assert_same(of_fp8_pages, of_rounded_blocks)
+    with pytest.raises(AssertionError):
+        assert_same(of_fp8_pages, plain.ask(prompts))
+
+
+def round_blocks(engine: Engine) -> None:
+    """Round all KV that vLLM has, as docs/page-format.md says of fp8: blocks are [heads, 2, elements]."""
+    for layer in engine.worker.engine.connector.layers:
+        halves = layer.k.view(torch.float32).view(len(layer.k), 2, 2, -1)
+        keys, values = (halves[:, :, half].view(-1, 2, BLOCK, BLOCK) for half in (0, 1))
+        keys[:] = in_fp8(keys.mT).mT  # which are [elements, tokens]
+        values[:] = in_fp8(values)
+
+
+def in_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of floats [..., elements], the largest of each scaled to 128 or more, but less than 256."""
+    significant, exponent = torch.frexp(rows.abs().amax(-1, keepdim=True))
+    exponent += torch.round(significant * 16) == 16
+    scale = 2.0 ** (8 - exponent)
+    return (rows * scale).to(torch.float8_e4m3fn).float() / scale
 
 
 def test_what_is_only_on_disk_is_loaded_from_there(

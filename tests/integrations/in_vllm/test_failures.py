@@ -12,9 +12,19 @@ from integrations.in_vllm.rig import Engine, assert_same, prompt, started, with_
 NUM_LAYERS = 4
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["alone", "with vLLM's prefix cache"])
+ALONE = {"enable_prefix_caching": False}
+WITH_PREFIX_CACHE = {"enable_prefix_caching": True}
+STEP_BY_STEP = WITH_PREFIX_CACHE | {"async_scheduling": False}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ALONE, WITH_PREFIX_CACHE, STEP_BY_STEP],
+    ids=["alone", "with vLLM's prefix cache", "no step is scheduled ahead"],
+)
 def shared(llama: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with started(llama, enable_prefix_caching=request.param, **with_lwkv()) as engine:
+    with started(llama, **request.param, **with_lwkv()) as engine:
+        assert engine.core.scheduler.scheduler_config.async_scheduling == (request.param is not STEP_BY_STEP)
         yield engine
 
 
@@ -112,7 +122,7 @@ def test_chunks_that_are_evicted_between_the_lookup_and_the_load_are_computed(
     assert engine.new_hits() == 256 + 128
 
 
-def test_blocks_of_an_aborted_request_whose_load_failed_are_not_stored_by_another_one(
+def test_blocks_of_an_aborted_request_whose_load_failed_are_used_by_no_other_one(
     engine: Engine, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = prompt(1400, 256)
@@ -120,10 +130,7 @@ def test_blocks_of_an_aborted_request_whose_load_failed_are_not_stored_by_anothe
     engine.forget()
     evict_before_the_load(engine, monkeypatch)
     engine.abort(shared + prompt(1402, 40), after_steps=1)
-    # With vLLM's prefix cache this gets the blocks that nobody computed, and vLLM's answer is wrong.
-    engine.ask([shared + prompt(1403, 40)])
-    engine.forget()
-    for seed in (1404, 1405):
+    for seed in (1403, 1404, 1405):
         prompts = [shared + prompt(seed, 40)]
         assert_same(engine.ask(prompts), plain.ask(prompts))
         engine.forget()
@@ -154,3 +161,27 @@ def test_nothing_is_stored_of_a_step_whose_hooks_did_not_come(
     assert_same(engine.ask(prompts), plain.ask(prompts))
     engine.forget()
     assert_same(engine.ask(prompts), plain.ask(prompts))
+
+
+def test_requests_that_share_blocks_of_a_failed_load_are_right_where_few_tokens_are_computed_in_a_step(
+    llama: Path, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"long_prefill_token_threshold": 64, "max_num_batched_tokens": 200}
+    head = prompt(1700, 256)
+    prompts = [head + prompt(1701 + number, 60) for number in range(3)]
+    with started(llama, enable_prefix_caching=True, **few, **with_lwkv()) as engine:
+        engine.ask([head])
+        engine.forget()
+        loader = engine.worker.engine.connector.loader
+        load_layer, left = loader.load_layer, [1]
+
+        def fails_once(load: object, number: int, *rest: object) -> None:
+            if number == NUM_LAYERS - 1 and left[0] > 0:
+                left[0] = 0
+                raise RuntimeError("the device fails")
+            load_layer(load, number, *rest)
+
+        monkeypatch.setattr(loader, "load_layer", fails_once)
+        assert_same(engine.ask(prompts), plain.ask(prompts))
+        assert engine.worker.engine.stats()["load_failures"] > 0
+        engine.at_rest()

@@ -65,6 +65,7 @@ def test_what_is_stored_of_a_prompt_of_200_and_an_answer_of_57(
     with started(llama, enable_prefix_caching=False, **with_lwkv(**settings)) as engine:
         ids = prompt(240, 200)
         (answer,) = engine.ask([ids], 57)
+        engine.run_out()
         turn = [ids + answer.tokens + prompt(241, 30)]
         engine.new_hits()
         assert_same(engine.ask(turn), plain.ask(turn))
