@@ -2,7 +2,8 @@
 
 from lwkv.hybrid.engine import HybridEngine, Pin
 from lwkv.hybrid.group import Group
+from lwkv.hybrid.lower_kinds import KindPages
 from lwkv.hybrid.ranges import Load, Store
 from lwkv.hybrid.steps import HybridSteps
 
-__all__ = ["Group", "HybridEngine", "HybridSteps", "Load", "Pin", "Store"]
+__all__ = ["Group", "HybridEngine", "HybridSteps", "KindPages", "Load", "Pin", "Store"]

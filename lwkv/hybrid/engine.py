@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from lwkv.config.settings import Config
 from lwkv.connectors import PagedConnector
 from lwkv.engine import CacheEngine
-from lwkv.hybrid.group import Group, chain_name, namespace_of, open_connector
+from lwkv.hybrid.group import Group, chain_name, kind_namespace, namespace_of, open_connector
 from lwkv.hybrid.group_tier import GroupTier
 from lwkv.hybrid.host_tier import HybridHostTier, KindShape, KindWatcher
+from lwkv.hybrid.loads_apart import LoadsApart
+from lwkv.hybrid.lower_kinds import KindPages, LowerKinds
 from lwkv.hybrid.page_size import choose_pieces
 from lwkv.hybrid.ranges import Load, Pieces, Store
 from lwkv.hybrid.refusals import group_config, refuse_settings
@@ -29,6 +31,7 @@ from lwkv.pool.host_pool import HostPool
 from lwkv.pool.memory_limits import check_memory
 from lwkv.request import KeyedSlots
 from lwkv.storage.host_tier import Chunk
+from lwkv.storage.registry import tier_urls
 from lwkv.telemetry.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class HybridEngine:
     """Keeps what several kinds of layers have of prompts, and brings it back.
 
     Each group of layers has a CacheEngine. All share host memory: one size of pages, one order of eviction.
+    And they share the tiers below it, which `config` names.
     Methods come from the thread that runs the forward pass; `pin`, `unpin` and `stats` may come from any.
 
     Args:
@@ -70,6 +74,9 @@ class HybridEngine:
         chunk_size: tokens.
         layer_of: the group of each layer, by name.
         chunk_pages: by the number of a kind, pages of `page_stride` bytes that a chunk takes in all layers.
+        kind_pages: by the number of a kind, how lower tiers have its chunks.
+        page_format: for people.
+        lower: the tiers below host memory; None for none.
 
     Raises:
         ConfigError: settings that do not work with several kinds, too little host memory, or kinds that do
@@ -95,11 +102,19 @@ class HybridEngine:
         connectors = self._cut_all(platform)
         self.chunk_pages = self._count_pages(connectors)
         self._reserve(platform)
+        self.kind_pages = self._describe_pages(connectors)
+        formats = zip(groups, connectors, strict=True)
+        texts = dict.fromkeys(f"{kinds[group.kind].name}: {made.page_format}" for group, made in formats)
+        self.page_format = "; ".join(texts)
         self.engines: list[CacheEngine] = []
+        self.lower: LowerKinds | None = None
         with ExitStack() as undo:
             undo.callback(self.close, 0.0)
             self._room.require_least()
             self._pool.reserve(config.reserve_bytes)
+            PagedConnector.share_lanes(connectors)
+            if tier_urls(config):
+                self.lower = LowerKinds(config, self._pool, self._tier, self.kind_pages, self.page_format)
             for number, connector in enumerate(connectors):
                 self.engines.append(self._open(number, connector, timeline))
             undo.pop_all()
@@ -111,6 +126,16 @@ class HybridEngine:
     def page_stride(self) -> int:
         """Bytes of host memory that a page takes."""
         return self._pool.page_stride
+
+    @property
+    def page_bytes(self) -> int:
+        """Usable bytes of a page."""
+        return self._pool.page_bytes
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that host memory has room for."""
+        return self._pool.max_pages
 
     @property
     def watcher(self) -> KindWatcher | None:
@@ -141,10 +166,7 @@ class HybridEngine:
 
     def loads_of(self, loads: Sequence[Load]) -> list[list[KeyedSlots | None]]:
         """For each group what it loads of each request, or None."""
-        return [
-            [pieces.load(load, load.tables[number]) for load in loads]
-            for number, pieces in enumerate(self._pieces)
-        ]
+        return [self._loads_of_group(number, loads) for number in range(len(self.groups))]
 
     def stores_of(self, stores: Sequence[Store]) -> list[list[KeyedSlots]]:
         """For each group what it stores: only as much as there is room for, of all kinds."""
@@ -159,20 +181,40 @@ class HybridEngine:
 
     def load_now(self, loads: Sequence[Load]) -> list[bool]:
         """Load all layers, in front of the current stream's next work; whether all of each load is queued."""
-        done = [True] * len(loads)
-        for engine, wanted in zip(self.engines, self.loads_of(loads), strict=True):
-            asked = {i: keyed for i, keyed in enumerate(wanted) if keyed is not None}
+        apart = self.load_apart(loads)
+        apart.wait()
+        return apart.loaded
+
+    def load_apart(self, loads: Sequence[Load]) -> LoadsApart:
+        """Queue all layers, behind what the current stream holds; nothing is made to wait for them.
+
+        Of the groups those with most chunks first: while they travel, the others are made ready.
+        """
+        connector = self.engines[0].connector
+        apart = LoadsApart(connector.platform, connector.device, [True] * len(loads), [])
+        for number in self._by_chunks(loads):
+            found = self._loads_of_group(number, loads)
+            asked = {i: keyed for i, keyed in enumerate(found) if keyed is not None}
             if asked:
-                retrieval = engine.retrieval([*asked.values()], sync=False)
+                retrieval = self.engines[number].retrieval([*asked.values()], sync=False)
                 retrieval.open()
-                for i, mask in zip(asked, retrieval.finish(), strict=True):
-                    done[i] &= is_all_loaded(asked[i], int(mask.sum()))
-        return done
+                masks, arrival = retrieval.finish_apart()
+                if arrival is not None:
+                    apart.arrivals.append(arrival)
+                for i, mask in zip(asked, masks, strict=True):
+                    apart.loaded[i] &= is_all_loaded(asked[i], int(mask.sum()))
+        return apart
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Block until all stores and loads in flight have ended; False if that takes over `timeout_s`."""
+        """Block until all stores and loads in flight have ended, and lower tiers have all that was stored.
+
+        False as CacheEngine.flush.
+        """
         deadline = time.monotonic() + timeout_s
-        return all(engine.flush(deadline - time.monotonic()) for engine in self.engines)
+        ended = [engine.flush(deadline - time.monotonic()) for engine in self.engines]
+        if self.lower is not None:
+            ended.append(self.lower.flush(deadline - time.monotonic()))
+        return all(ended)
 
     def wait_for_memory(self, timeout_s: float) -> bool:
         """As CacheEngine's, for the memory of all."""
@@ -183,17 +225,23 @@ class HybridEngine:
         totals: Counter[str] = Counter()
         for engine in self.engines:
             totals.update(engine.counts())
+        if self.lower is not None:
+            totals.update(self.lower.counts())
         return dict(totals) | {"chunks_evicted": self._tier.evicted}
 
     def stats(self) -> dict[str, int]:
         """`counts`, and what is held now, as CacheEngine.stats. A chunk counts once for each kind."""
         each = [engine.stats() for engine in self.engines]
         writes = sum(stats["writes_in_flight"] for stats in each)
-        return each[0] | self.counts() | {"writes_in_flight": writes}
+        lower = {} if self.lower is None else self.lower.gauges()
+        return each[0] | lower | self.counts() | {"writes_in_flight": writes}
 
     def close(self, timeout_s: float = 30.0) -> None:
         """As CacheEngine's."""
         deadline = time.monotonic() + timeout_s
+        if self.lower is not None:
+            self.flush(timeout_s)  # the first engine that closes closes the pool
+            self.lower.close(deadline - time.monotonic())
         for engine in self.engines:
             engine.close(max(0.0, deadline - time.monotonic()))
         self._tier.close()
@@ -204,6 +252,18 @@ class HybridEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _loads_of_group(self, number: int, loads: Sequence[Load]) -> list[KeyedSlots | None]:
+        return [self._pieces[number].load(load, load.tables[number]) for load in loads]
+
+    def _by_chunks(self, loads: Sequence[Load]) -> list[int]:
+        """The groups, those first that need most chunks for these loads."""
+        needed = {
+            kind: sum(len(pieces.chunks_needed(load.boundary, load.local)) for load in loads)
+            for kind, pieces in self._by_kind().items()
+        }
+        numbers = range(len(self.groups))
+        return sorted(numbers, key=lambda number: needed[self.groups[number].kind], reverse=True)
 
     def _by_kind(self) -> dict[int, Pieces]:
         """The pieces of one group of each kind that this rank has."""
@@ -235,7 +295,7 @@ class HybridEngine:
     def _connect(self, group: Group, page_bytes: int, platform: Platform) -> PagedConnector:
         kind = self.kinds[group.kind]
         slots = 1 if kind.form == "state" else self._piece_tokens[group.kind]
-        config = group_config(self.config, slots, len(self.groups), page_bytes)
+        config = group_config(self.config, slots, page_bytes)
         return open_connector(config, group, kind, page_bytes, platform)
 
     def _cut(self, number: int, connector: PagedConnector) -> Pieces:
@@ -259,10 +319,24 @@ class HybridEngine:
             pages[group.kind] += connector.num_layers * len(pieces.namespaces)
         return dict(pages)
 
+    def _describe_pages(self, connectors: Sequence[PagedConnector]) -> dict[int, KindPages]:
+        found = {}
+        for kind in sorted({group.kind for group in self.groups}):
+            numbers = [number for number, group in enumerate(self.groups) if group.kind == kind]
+            names = [name for number in numbers for name in self._pieces[number].namespaces]
+            pages = [connectors[n].num_layers for n in numbers for _ in self._pieces[n].namespaces]
+            of_kind = self.groups[numbers[0]], self.kinds[kind]
+            namespace = kind_namespace(*of_kind, self.chunk_size, names, self._page_bytes)
+            if pages:
+                found[kind] = KindPages(namespace, pages, self.kinds[kind].form == "full")
+        return found
+
     def _open(self, number: int, connector: PagedConnector, timeline: Timeline | None) -> CacheEngine:
         group, pieces = self.groups[number], self._pieces[number]
         earlier = sum(other.kind == group.kind for other in self.groups[:number])
-        tier = GroupTier(self._tier, group.kind, pieces.namespaces, earlier * len(pieces.namespaces))
+        first = earlier * len(pieces.namespaces)
+        pass_on = None if self.lower is None else self.lower.keep
+        tier = GroupTier(self._tier, group.kind, pieces.namespaces, first, pass_on)
         return CacheEngine(
             connector.config,
             group.metadata,

@@ -61,6 +61,16 @@ def namespace_of(group: Group, kind: Kind, chunk_size: int, page_format: str) ->
     return make_namespace(registered, chunk_size, f"{page_format}; {kind.key_part}", [*group.caches])
 
 
+def kind_namespace(group: Group, kind: Kind, chunk_size: int, pieces: Sequence[str], page_bytes: int) -> str:
+    """What the keys of a kind's chunks begin with in lower tiers.
+
+    Args:
+        group: one of the kind's. pieces: the namespaces of all pieces of all groups of the kind, in order.
+    """
+    registered = group.metadata.as_registered([_first(cache).dtype for cache in group.caches.values()])
+    return make_namespace(registered, chunk_size, f"{kind.key_part}; pages of {page_bytes}", pieces)
+
+
 def chain_name(metadata: CacheMetadata, kinds: Sequence[Kind], chunk_size: int) -> str:
     """A namespace of what all ranks and groups have in common, for the hashes of their chunks."""
     common = CacheMetadata(

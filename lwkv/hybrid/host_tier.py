@@ -36,6 +36,23 @@ class Piece(NamedTuple):
     slot: int
 
 
+class WholeUnit(NamedTuple):
+    """A chunk of a kind of which all pieces are there; the pages of all, one piece after the other, int64.
+
+    `before` is the chunk before it, where it is of full attention and that is known.
+    """
+
+    key: UnitKey
+    pages: Int64s
+    before: bytes | None
+
+
+class SharedPages(PageCounts, Protocol):
+    """What the tier asks of the pages; see HostPool."""
+
+    def share(self, pages: Int64s) -> None: ...
+
+
 class HybridHostTier:
     """The chunks of all kinds in one pool. Thread-safe.
 
@@ -52,7 +69,7 @@ class HybridHostTier:
         watcher: who is called.
     """
 
-    def __init__(self, pool: PageCounts, kinds: Mapping[int, KindShape], most_state_pages: int) -> None:
+    def __init__(self, pool: SharedPages, kinds: Mapping[int, KindShape], most_state_pages: int) -> None:
         self._pool = pool
         self._kinds = kinds
         self._units = Units({number: kind.reach for number, kind in kinds.items()})
@@ -89,6 +106,13 @@ class HybridHostTier:
             self._pin([chunk for chunk in found if chunk is not None])
             return found
 
+    def pin_whole(self, units: Sequence[UnitKey]) -> list[list[Chunk] | None]:
+        """As `pin`, for each of the units the pieces in their order, or None if some is not here."""
+        with self._lock:
+            found = [None if self._closed else self._whole_pieces(key) for key in units]
+            self._pin([piece for pieces in found if pieces is not None for piece in pieces])
+            return found
+
     def pin_hit(self, units: Sequence[UnitKey], used: Sequence[UnitKey]) -> list[Chunk] | None:
         """Pin all pieces of `units` for a request that goes on with them, or nothing if one is not whole.
 
@@ -118,12 +142,17 @@ class HybridHostTier:
         self._release(dropped)
 
     def insert(
-        self, pieces: Sequence[Piece], chunks: Sequence[Chunk], before: Sequence[bytes | None]
-    ) -> None:
+        self,
+        pieces: Sequence[Piece],
+        chunks: Sequence[Chunk],
+        before: Sequence[bytes | None],
+        shares: bool = False,
+    ) -> list[WholeUnit]:
         """Take over pieces with the caller's page references; what is here stays.
 
         Args:
             before: the chunk before that of each piece, if it is known.
+            shares: whether to return what became whole, with references to its pages that are the caller's.
         """
         dropped: list[Chunk] = []
         with self._lock:
@@ -137,8 +166,10 @@ class HybridHostTier:
             self._units.use([*new])
             whole = [key for key in new if self._is_whole(key, self._units.get(key))]
             self._tell_kept(whole)
+            shared = self._share(whole) if shares else []
             dropped += self._bound_states(new)
         self._release(dropped)
+        return shared
 
     def evictable(self) -> int:
         """How many pages are in pieces that are not pinned."""
@@ -164,6 +195,21 @@ class HybridHostTier:
     def _piece(self, piece: Piece) -> Chunk | None:
         unit = self._units.get(piece.unit)
         return None if unit is None else unit.pieces.get(piece.slot)
+
+    def _whole_pieces(self, key: UnitKey) -> list[Chunk] | None:
+        unit = self._units.get(key)
+        if unit is None or not self._is_whole(key, unit):
+            return None
+        return [unit.pieces[slot] for slot in sorted(unit.pieces)]
+
+    def _share(self, units: Sequence[UnitKey]) -> list[WholeUnit]:
+        """The pages of units that are whole, with a reference more to each."""
+        found = []
+        for key in units:
+            pages = np.concatenate([piece.pages for piece in self._whole_pieces(key) or ()])
+            self._pool.share(pages)
+            found.append(WholeUnit(key, pages, self._units.before(key)))
+        return found
 
     def _is_whole(self, key: UnitKey, unit: Unit | None) -> bool:
         return unit is not None and len(unit.pieces) == self._kinds[key.kind].num_pieces

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from lwkv.config.settings import Config
-from lwkv.connectors.paged import MOST_STAGING
 from lwkv.errors import ConfigError
 
 
@@ -21,9 +21,8 @@ def refuse_settings(config: Config) -> None:
 
 def unusable_settings(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that do not work with several kinds of caches as they are set: the name, and what to do."""
-    for name in ("local_disk", "remote_url", "host_memory"):
-        if getattr(config, name) is not None:
-            yield name, "set it to null, chunks are kept in this process's host memory only"
+    if config.host_memory is not None:
+        yield "host_memory", "set it to null, chunks are kept in host memory of this process"
     if not config.local_cpu:
         yield "local_cpu", "got false; set it to true"
     for name in ("save_unfull_chunk", "enable_blending"):
@@ -33,14 +32,18 @@ def unusable_settings(config: Config) -> Iterator[tuple[str, str]]:
         yield "page_codec", f"got {config.page_codec!r}; set it to 'raw' or 'auto'"
 
 
-def group_config(config: Config, tokens: int, num_groups: int, page_bytes: int) -> Config:
-    """The settings of one group's engine, whose chunks have so many tokens.
+def group_config(config: Config, tokens: int, page_bytes: int) -> Config:
+    """The settings of one group's engine, whose chunks have so many tokens. It has no lower tiers of its own.
 
-    Staging of all groups together takes no more than that of one engine, unless that is less than a page for
-    each buffer.
+    Staging, which all groups share, is at least a page for each buffer: how large pages are for all groups is
+    not the user's choice.
     """
+    changes: dict[str, Any] = {"chunk_size": tokens, "page_codec": "raw"}
+    changes |= {"local_disk": None, "remote_url": None}
     staging = config.extra_config.staging_bytes
-    share = (MOST_STAGING if staging is None else staging) // num_groups
-    least = 3 * config.staging_buffers * page_bytes
-    extra = config.extra_config.model_copy(update={"staging_bytes": max(share, least)})
-    return config.model_copy(update={"chunk_size": tokens, "page_codec": "raw", "extra_config": extra})
+    if staging is not None:
+        least = 3 * config.staging_buffers * page_bytes
+        changes["extra_config"] = config.extra_config.model_copy(
+            update={"staging_bytes": max(staging, least)}
+        )
+    return config.model_copy(update=changes)

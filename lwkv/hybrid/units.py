@@ -134,6 +134,11 @@ class Units:
                 self._hit(key)
         self._order.use(self._with_before(here))
 
+    def before(self, key: UnitKey) -> bytes | None:
+        """The chunk before one of full attention, as far as it is known; None for other kinds."""
+        parent = self._order.parent(key) if key.kind == self._main else None
+        return None if parent is None else parent.hash
+
     def beside(self, key: UnitKey) -> list[UnitKey]:
         """The units of other kinds that are of no use without one of full attention."""
         if key.kind != self._main:

@@ -17,7 +17,15 @@ Flags: TypeAlias = "npt.NDArray[np.bool_]"
 def find_boundary(
     kinds: Sequence[Kind], chunk_size: int, num_tokens: int, local: int, present: Sequence[Flags]
 ) -> int:
-    """The largest boundary at which a request can go on, in tokens; `local` where none is larger.
+    """The largest of `find_boundaries`; `local` where there is none."""
+    found = find_boundaries(kinds, chunk_size, num_tokens, local, present)
+    return int(found[-1]) if len(found) else local
+
+
+def find_boundaries(
+    kinds: Sequence[Kind], chunk_size: int, num_tokens: int, local: int, present: Sequence[Flags]
+) -> Int64s:
+    """All boundaries behind `local` at which a request can go on, in tokens, int64 (n,), in order.
 
     A boundary is a multiple of `chunk_size` below `num_tokens`: at least one token must be computed. All
     kinds must have what a request needs there, see `Kind.first_needed`.
@@ -32,8 +40,8 @@ def find_boundary(
     possible = np.ones(len(chunks), bool)
     for kind, flags in zip(kinds, present, strict=True):
         possible &= _whole(kind, chunk_size, chunks, local, flags)
-    found = possible.nonzero()[0]
-    return int(chunks[found[-1]]) * chunk_size if len(found) else local
+    found: Int64s = chunks[possible] * chunk_size
+    return found
 
 
 def _whole(kind: Kind, chunk_size: int, chunks: Int64s, local: int, flags: Flags) -> Flags:

@@ -70,6 +70,23 @@ class KindIndex:
         present = [self._present(kind, hashes) for kind in range(len(self._kinds))]
         return find_boundary(self._kinds, self._chunk_size, num_tokens, local, present)
 
+    def is_everywhere(self, kind: int, chunk: bytes) -> bool:
+        """Whether every rank has a chunk of a kind."""
+        return chunk in self._everywhere[kind]
+
+    def is_kept(self, rank: int, kind: int, chunk: bytes) -> bool:
+        """Whether a rank has a chunk of a kind."""
+        return chunk in self._own[kind].get(rank, ())
+
+    @property
+    def num_kinds(self) -> int:
+        return len(self._kinds)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have been introduced."""
+        return len(self._ranks) >= self._num_ranks
+
     def full_hit(self, hashes: Sequence[bytes], num_tokens: int, local: int = 0) -> int:
         """As `boundary`, for kinds of full attention alone; `local` if there is no such kind.
 
@@ -86,7 +103,7 @@ class KindIndex:
         return sum(kind in keeps for keeps in self._ranks.values())
 
     def _present(self, kind: int, hashes: Sequence[bytes]) -> Flags:
-        if len(self._ranks) < self._num_ranks:
+        if not self.is_complete:
             return np.zeros(0, bool)
         if not self._holders(kind):
             return np.ones(len(hashes), bool)

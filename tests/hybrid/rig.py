@@ -79,7 +79,7 @@ class Toy:
 
     Args:
         kinds: of the model. groups_of: how many groups of each kind there are, each with two layers.
-        pages: of host memory.
+        pages: of host memory. settings: more of them.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Toy:
         chunk_size: int | None = None,
         pages: int = 4000,
         blocks: int = 400,
+        **settings: object,
     ) -> None:
         counts = groups_of or [1] * len(kinds)
         self.kinds = [
@@ -109,6 +110,7 @@ class Toy:
             use_layerwise=True,
             max_local_cpu_size=pages * 4096 / GIB,
             extra_config={"slab_bytes": 64 * 4096, "lookahead_layers": 1},
+            **settings,
         )
         groups = [self._group(number, kind) for number, kind in enumerate(self.group_kinds)]
         size = ChunkSize(self.chunk, unit, 256)

@@ -251,7 +251,7 @@ def test_where_a_load_fails_nothing_of_the_step_is_stored_of_any_kind(toy: Make)
     assert model.engine.stats()["pages_in_use"] == 0
 
 
-@pytest.mark.parametrize("how", ["load_all", "load_now"])
+@pytest.mark.parametrize("how", ["load_all", "load_now", "load_apart"])
 def test_all_layers_can_be_loaded_without_any_hook(toy: Make, how: str) -> None:
     model = toy([full(), window(10), state(8)], [1, 2, 1], 8)
     tokens = list(range(50))
@@ -262,6 +262,11 @@ def test_all_layers_can_be_loaded_without_any_hook(toy: Make, how: str) -> None:
     assert pin is not None
     if how == "load_now":
         assert model.engine.load_now([load]) == [True]
+    elif how == "load_apart":
+        apart = model.engine.load_apart([load])
+        while not apart.have_arrived():
+            pass
+        assert apart.loaded == [True]
     else:
         model.steps.begin([load], ())
         model.steps.load_all()
@@ -337,7 +342,7 @@ def engine(platform: Platform, kinds: list[Kind], groups: list[Group], **config:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ({"remote_url": "valkey://127.0.0.1:1"}, "remote_url: set it to null"),
+        ({"host_memory": "/tmp/none.socket"}, "host_memory: set it to null"),
         ({"save_unfull_chunk": True}, "save_unfull_chunk: got true; set it to false"),
         ({"page_codec": "lossless"}, "page_codec: got 'lossless'; set it to 'raw' or 'auto'"),
         ({"page_codec": "fp8"}, "page_codec: got 'fp8'; set it to 'raw' or 'auto'"),

@@ -45,15 +45,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     shared.forget()
     shared.new_hits()
     yield shared
-    at_rest(shared)
-
-
-def at_rest(engine: Engine) -> None:
-    """Check that nothing is pinned and no store is under way."""
-    engine.ask([prompt(1, 3)], 1)  # what is not needed any more is given back with the next step
-    assert engine.worker.engine.flush(30)
-    stats = engine.worker.engine.stats()
-    assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
+    shared.groups_at_rest()
 
 
 def test_the_first_answer_is_computed_and_the_second_loaded(engine: Engine, computed: Elsewhere) -> None:
@@ -136,7 +128,7 @@ def test_a_request_that_is_aborted_leaves_nothing_held(engine: Engine, computed:
     for steps in range(4):
         engine.abort(prompt(2150, 300), after_steps=steps)
     engine.abort(prompt(2151, 300), after_steps=1)
-    at_rest(engine)
+    engine.groups_at_rest()
     prompts = [prompt(2150, 300), prompt(2151, 300)]
     assert_same(engine.ask(prompts), computed.ask(prompts))
 

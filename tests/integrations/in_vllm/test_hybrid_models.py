@@ -74,10 +74,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     shared.forget()
     shared.new_hits()
     yield shared
-    shared.ask([prompt(1, 3)], 1)  # what is not needed any more is given back with the next step
-    assert shared.worker.engine.flush(30)
-    stats = shared.worker.engine.stats()
-    assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
+    shared.groups_at_rest()
 
 
 def test_the_kinds_are_found_and_are_those_that_doctor_reads_from_the_model_s_folder(

@@ -33,14 +33,6 @@ def computed(gemma: Path) -> Iterator[Elsewhere]:
     engine.close()
 
 
-def at_rest(engine: Engine) -> None:
-    """Check that nothing is pinned and no store is under way."""
-    engine.ask([prompt(1, 3)], 1)  # what is not needed any more is given back with the next step
-    assert engine.worker.engine.flush(30)
-    stats = engine.worker.engine.stats()
-    assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
-
-
 @pytest.mark.parametrize("own_cache", [False, True])
 @pytest.mark.parametrize("chunk_size", [32, 96, 256])
 def test_prompts_that_are_computed_100_tokens_a_step(
@@ -77,14 +69,14 @@ def test_settings_that_change_what_is_moved_and_when(
         engine.new_hits()
         assert_same(engine.ask(turn), computed.ask(turn))
         assert engine.new_hits() == (256 if "save_decode_cache" in settings else 192)
-        at_rest(engine)
+        engine.groups_at_rest()
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"save_unfull_chunk": True}, "save_unfull_chunk"),
-        ({"local_disk": "/tmp/lwkv-none", "max_local_disk_size": 0.25}, "local_disk"),
+        ({"host_memory": "/tmp/lwkv-none.socket"}, "host_memory"),
     ],
 )
 def test_settings_that_cannot_be_used_with_several_groups_are_refused_by_name(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,15 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from integrations.in_vllm import models
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, Engine, assert_same, prompt, started, with_lwkv
 
+from lwkv.integrations.vllm.hybrid.orders import LoadOrder
 from lwkv.integrations.vllm.hybrid.refusals import can_have_groups
 
 pytestmark = pytest.mark.skipif(
     not can_have_groups(vllm.__version__), reason="before 0.32, vLLM cannot load states"
 )
-
-
-@pytest.fixture(scope="module")
-def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.written(models.write_lfm2, tmp_path_factory.mktemp("lfm2"))
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +41,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
     shared.forget()
     shared.new_hits()
     yield shared
-    at_rest(shared)
-
-
-def at_rest(engine: Engine) -> None:
-    """Check that nothing is pinned and no store is under way."""
-    engine.ask([prompt(1, 3)], 1)  # what is not needed any more is given back with the next step
-    assert engine.worker.engine.flush(30)
-    stats = engine.worker.engine.stats()
-    assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
+    shared.groups_at_rest()
 
 
 def same(
@@ -139,8 +127,46 @@ def test_a_request_that_is_aborted_leaves_nothing_held(engine: Engine, computed:
         engine.abort(ids, after_steps=steps)
         engine.ask([prompt(1, 3)], 1)
         engine.forget()
-    at_rest(engine)
+    engine.groups_at_rest()
     assert same(engine, computed, ids) == 288
+
+
+class Loading:
+    """Loads that are held up on the device for as long as the block lasts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engines = engine.worker.engine.engines
+        self._gate = threading.Event()
+
+    def __enter__(self) -> None:
+        for own in self._engines:
+            own.connector.loader.lane.kernels.put(lambda: self._gate.wait(30.0))
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.set()
+
+
+def test_other_requests_go_on_while_states_are_loaded_for_one(engine: Engine, computed: Elsewhere) -> None:
+    """A load that is not there yet holds up nobody; one whose request is aborted gives its blocks back."""
+    ids, other = prompt(3160, 300), prompt(3161, 70)
+    same(engine, computed, ids)
+    free = engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    before = free()
+    with Loading(engine):
+        for number in range(2):
+            engine.abort(ids, after_steps=4 + number)
+        assert free() < before  # what was aborted still has its blocks, which are written to
+        engine.begin("loading", ids)
+        engine.begin("other", other, 40)
+        answers = engine.step_until("other")
+        assert list(answers) == ["other"]
+        assert len(engine.worker._under_way) == 3
+    answers |= engine.step_until("loading")
+    assert_same([answers["other"]], computed.ask([other], 40))
+    assert_same([answers["loading"]], computed.ask([ids]))
+    assert answers["loading"].cached == 288
+    engine.forget()
+    assert free() == before
 
 
 def test_a_load_that_fails_is_computed(
@@ -177,20 +203,26 @@ class StateBytes:
         self.kinds, self.groups = worker.engine.kinds, worker.engine.groups
         self.saved: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
         self.loaded: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
-        end = worker.end
+        self._ordered: dict[str, LoadOrder] = {}
+        end, received = worker.end, worker.received
 
-        def looks() -> None:
-            orders, was_over = worker._orders, worker._ended
-            if not was_over:
-                for order in orders.stores:
+        def looks_at_stores() -> None:
+            if not worker._ended:
+                self._ordered |= {order.request_id: order for order in worker._orders.loads_apart}
+                for order in worker._orders.stores:
                     if order.end in order.boundaries:
                         self.saved |= self.look(order.end, order.tables)
             end()
-            if not was_over:
-                for order in orders.loads_apart:
-                    self.loaded |= self.look(order.boundary, order.tables)
 
-        monkeypatch.setattr(worker, "end", looks)
+        def looks_at_loads() -> tuple[set[str], set[str]]:
+            found: tuple[set[str], set[str]] = received()
+            for request_id in found[0]:
+                order = self._ordered.pop(request_id)
+                self.loaded |= self.look(order.boundary, order.tables)
+            return found
+
+        monkeypatch.setattr(worker, "end", looks_at_stores)
+        monkeypatch.setattr(worker, "received", looks_at_loads)
 
     def look(self, boundary: int, tables: Sequence[Sequence[int]]) -> dict[Any, Any]:
         """By the boundary and the layer: the state there, and its block."""

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.written(models.write_lfm2, tmp_path_factory.mktemp("lfm2"))
-
-
-@pytest.fixture(scope="module")
 def computed(lfm2: Path) -> Iterator[Elsewhere]:
     engine = Elsewhere(lfm2, enable_prefix_caching=False)
     yield engine

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from lwkv.hybrid import HybridEngine
 from lwkv.integrations.vllm.hybrid.describe import describe_groups
-from lwkv.integrations.vllm.hybrid.groups import read_groups
+from lwkv.integrations.vllm.hybrid.groups import CacheGroups, read_groups
+from lwkv.integrations.vllm.hybrid.lower_hits import LowerHits, open_below
 from lwkv.integrations.vllm.hybrid.refusals import can_have_groups, refuse
 from lwkv.integrations.vllm.hybrid.scheduler import HybridScheduler
 from lwkv.integrations.vllm.hybrid.worker import HybridWorker
 from lwkv.integrations.vllm.scheduler.side import Role
 from lwkv.integrations.vllm.settings import Settings
 from lwkv.integrations.vllm.worker.caches import Rank
+from lwkv.kinds import KindIndex
 from lwkv.platforms import platform_for
+from lwkv.storage.registry import tier_urls
+from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +38,30 @@ def make_scheduler(settings: Settings, vllm_config: Any, kv_cache_config: Any, r
     groups = read_groups(kv_cache_config, settings.chunk_size)
     refuse(settings, vllm_config, groups.has_states)
     log.info("%s", groups.words())
+    ranks = vllm_config.parallel_config.world_size
     return HybridScheduler(
         groups,
         role,
-        vllm_config.parallel_config.world_size,
+        ranks,
         settings.save_decode_cache,
         settings.load_timeout_s,
+        make_lower_hits=partial(_make_lower_hits, settings, groups, ranks) if tier_urls(settings) else None,
+    )
+
+
+def _make_lower_hits(
+    settings: Settings, groups: CacheGroups, num_ranks: int, index: KindIndex, counters: Counters
+) -> LowerHits:
+    return LowerHits(
+        groups.kinds,
+        groups.chunk_size.tokens,
+        index,
+        num_ranks,
+        counters,
+        settings.load_timeout_s,
+        partial(open_below, settings),
+        compares_costs=settings.load_when == "cheaper",
+        layerwise=settings.use_layerwise and not groups.has_states,
     )
 
 
@@ -64,4 +87,4 @@ def make_worker(
         # vLLM captures its graphs after this, and page-locking would end a capture: see `introduce`.
         lock_memory=False,
     )
-    return HybridWorker(engine, rank.number)
+    return HybridWorker(engine, rank.number, settings.load_timeout_s)

@@ -166,7 +166,7 @@ def _peculiarities(kv_cache_config: Any, number: int, group: Any) -> list[str]:
         f"keep states of {_backend(first)}, which lwkv was not tried with": (
             _backend(first) not in ("", *TRIED_STATES)
         ),
-        "keep several states in a step": bool(
+        "keep several states in a step (as speculative decoding needs)": bool(
             getattr(first, "num_speculative_blocks", 0) or getattr(first, "num_prefill_checkpoint_blocks", 0)
         ),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lwkv.integrations.vllm.orders import Fetch
 from lwkv.keys import HASH_BYTES
 
 
@@ -74,6 +75,11 @@ class HybridOrders:
         step: counts the scheduler's steps, from 1.
         loads: for requests that compute in this step.
         loads_apart: for requests that compute in none until they are loaded.
+        fetches: chunks of one kind each, which lower tiers are to bring to host memory beside this step and
+            those after it.
+        stopped: numbers of fetches that bring nothing more; what they have brought is still needed.
+        given_back: numbers of fetches whose chunks are not needed any more.
+        is_timed: whether all ranks are to report, so that the scheduler learns how long the step took.
     """
 
     step: int
@@ -82,6 +88,10 @@ class HybridOrders:
     stores: Sequence[StoreOrder] = field(default=())
     pins: Sequence[PinOrder] = field(default=())
     released: Sequence[int] = field(default=())
+    fetches: Sequence[Fetch] = field(default=(), kw_only=True)
+    stopped: Sequence[int] = field(default=(), kw_only=True)
+    given_back: Sequence[int] = field(default=(), kw_only=True)
+    is_timed: bool = field(default=False, kw_only=True)
 
     @property
     def moves_anything(self) -> bool:

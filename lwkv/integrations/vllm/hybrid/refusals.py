@@ -31,16 +31,26 @@ def refuse(settings: Settings, vllm_config: Any, has_states: bool = False) -> No
         has_states: whether some layers keep a state: vLLM cannot have these in one group with others.
     """
     of_settings = (f"{name} as it is set cannot be used" for name, _ in unusable_settings(settings))
-    for problem in (*of_settings, *_of_vllm(vllm_config)):
+    for problem in (*of_settings, *_of_vllm(vllm_config, has_states)):
         advice = "change that, or leave lwkv out" if has_states else f"{ONE_GROUP}, or change that"
         raise ConfigError(f"{problem} with the several groups of KV caches that this model has; {advice}")
     if settings.load_when == "cheaper":
         log.info("with several groups of KV caches all that is found in host memory is loaded")
 
 
-def _of_vllm(vllm_config: Any) -> Iterator[str]:
-    if getattr(vllm_config, "speculative_config", None) is not None:
-        yield "a draft model or speculative decoding was not tried"
+def _of_vllm(vllm_config: Any, has_states: bool) -> Iterator[str]:
+    drafts = getattr(vllm_config, "speculative_config", None)
+    method = getattr(drafts, "method", None)
+    if drafts is not None and has_states:
+        yield (
+            f"speculative decoding, here by {method!r}, cannot be used: a step leaves a state for each token "
+            "that it tries, and vLLM does not report which of them it keeps,"
+        )
+    elif drafts is not None:
+        yield (
+            f"speculative decoding, here by {method!r}, cannot be used: a draft model computes when "
+            "a step's stores have been queued, and other methods were not tried,"
+        )
     if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1:
         yield "pipeline_parallel_size above 1 was not tried"
     events = getattr(vllm_config, "kv_events_config", None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import Any
 from uuid import uuid4
 
 from lwkv.errors import ConfigError, LwkvError
 from lwkv.integrations.vllm.hybrid.groups import CacheGroups
+from lwkv.integrations.vllm.hybrid.lower_hits import LowerHits
 from lwkv.integrations.vllm.hybrid.orders import Hashes, HybridOrders, LoadOrder, StoreOrder
 from lwkv.integrations.vllm.hybrid.promises import Promises
 from lwkv.integrations.vllm.hybrid.reports import HybridInfo, HybridReports
@@ -27,7 +28,8 @@ MOST_FAILED = 3
 class HybridScheduler:
     """Follows vLLM's requests and gives the workers their orders.
 
-    What is found is pinned by all ranks before vLLM hears of it: the request waits for a step or two. All of
+    What is found is pinned by all ranks before vLLM hears of it: the request waits for a step or two. What
+    is in lower tiers is brought to host memory before that, while it waits. All of
     it is loaded in the request's own step, by layers, or, where some layers keep states, in a step before, as
     a whole.
 
@@ -35,6 +37,8 @@ class HybridScheduler:
         save_decodes: whether generated tokens are stored.
         timeout_s: how long a request waits for the workers' answers.
         clock: seconds.
+        make_lower_hits: makes what finds chunks in lower tiers, and has them brought; None where there are
+            none.
 
     Attributes:
         loads_apart: whether requests are loaded before they are scheduled. A state that is loaded in the
@@ -49,6 +53,7 @@ class HybridScheduler:
         save_decodes: bool = False,
         timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        make_lower_hits: Callable[[KindIndex, Counters], LowerHits] | None = None,
     ) -> None:
         self.counters = Counters()
         self.loads_apart = groups.has_states
@@ -57,6 +62,7 @@ class HybridScheduler:
         self._role = role
         self._save_decodes = save_decodes
         self._index = KindIndex(groups.kinds, self._size, num_ranks)
+        self._lower = None if make_lower_hits is None else make_lower_hits(self._index, self.counters)
         self._promises = Promises(num_ranks, timeout_s, self.counters, clock)
         self._requests: dict[str, HybridRequest] = {}
         self._to_store: dict[str, HybridRequest] = {}
@@ -76,6 +82,8 @@ class HybridScheduler:
                 f"others have {names[1]} and {names[0]!r}: start all ranks with the same settings"
             )
         self._chain = info.chain
+        if self._lower is not None:
+            self._lower.introduce(info)
         self._index.introduce(info.rank)
 
     def arrived(self, request: Any) -> None:
@@ -99,6 +107,13 @@ class HybridScheduler:
             self._promises.leave(request_id)
         return 0 if tracked.failed >= MOST_FAILED else self._look_up(tracked, num_local)
 
+    def comes_apart(self, request: Any) -> bool:
+        """Whether the tokens that can be loaded come before the request is scheduled."""
+        return self.loads_apart
+
+    def blends_ended(self, requests: Collection[str]) -> None:
+        """Learn of requests that wait for a blend no longer: never any."""
+
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_loaded: int) -> None:
         """A request has got its blocks, of each group; `num_loaded` tokens are to be loaded for it.
 
@@ -119,7 +134,7 @@ class HybridScheduler:
             tracked.tables = [list(table) for table in tables] if self.loads_apart else ()
             self._to_load[request_id] = tracked
         else:
-            self._promises.leave(request_id)
+            self._leave(request_id)
         if not (num_loaded and self.loads_apart):
             tracked.failed = 0
         if self._role.stores and request_id not in self._stale:
@@ -140,14 +155,18 @@ class HybridScheduler:
         here = {*self._to_load, *(new.req_id for new in output.scheduled_new_reqs)}
         for request_id in set(output.finished_req_ids) - here:
             self._forget(request_id)
-        loads, apart = list(self._loads(output)), list(self._loads_apart())
+        found = list(self._loads(output))
+        loads, apart = ([], found) if self.loads_apart else (found, [])
         stores = list(self._stores(output))
         pins, released = self._promises.orders(self._to_load)
+        orders = HybridOrders(self._step, loads, stores, pins, released, loads_apart=apart)
+        if self._lower is not None:
+            orders = self._lower.added_to(orders, output, self._to_load)
         # Released with the next orders, when this step's loads have ended.
         for request_id in self._to_load:
-            self._promises.leave(request_id)
+            self._leave(request_id)
         self._to_load.clear()
-        return HybridOrders(self._step, loads, stores, pins, released, loads_apart=apart)
+        return orders
 
     def learn(self, reports: HybridReports) -> None:
         """Take over what the ranks report of a step."""
@@ -157,12 +176,16 @@ class HybridScheduler:
                 note = self._index.kept if change.is_kept else self._index.dropped
                 note(report.info.rank, change.kind, change.hashes)
             self._promises.learn(report)
+            if self._lower is not None:
+                self._lower.learn(report)
         for request_id in {failed for report in reports.reports for failed in report.failed}:
             if request_id in self._requests:
                 self._requests[request_id].failed += 1
 
     def result_came(self) -> None:
-        """Note that all was learnt of a step: nothing is measured."""
+        """Note that all was learnt of a step."""
+        if self._lower is not None:
+            self._lower.result_came()
 
     def learn_failed_blocks(self, blocks: Set[int]) -> None:
         """Learn which blocks vLLM will compute again; with several groups vLLM ends before it says so."""
@@ -170,14 +193,17 @@ class HybridScheduler:
     def new_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         before, self._counted = self._counted, self.counters.totals()
-        return {name: more for name, count in self._counted.items() if (more := count - before.get(name, 0))}
+        news = {name: more for name, count in self._counted.items() if (more := count - before.get(name, 0))}
+        return news | ({} if self._lower is None else self._lower.new_gauges())
 
     def take_events(self) -> Iterable[Any]:
         """None: they are refused at the start."""
         return ()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close lower tiers."""
+        if self._lower is not None:
+            self._lower.close()
 
     def reset(self) -> None:
         """Find nothing any more that was stored before, nor what is still being stored."""
@@ -186,6 +212,8 @@ class HybridScheduler:
         self._requests.clear()
         self._to_store.clear()
         self._promises.clear()
+        if self._lower is not None:
+            self._lower.clear()
         self._index.clear()
 
     def _follow(self, request: Any) -> HybridRequest:
@@ -203,14 +231,25 @@ class HybridScheduler:
         for requests in (self._requests, self._to_store, self._to_load):
             requests.pop(request_id, None)
         self._stale.discard(request_id)
+        self._leave(request_id)
+
+    def _leave(self, request_id: str) -> None:
+        """Give back what is pinned for a request, and what was brought for it."""
         self._promises.leave(request_id)
+        if self._lower is not None:
+            self._lower.leave(request_id)
 
     def _look_up(self, tracked: HybridRequest, num_local: int) -> int | None:
-        """0 where nothing is found; None, and its chunks are to be pinned, where something is."""
+        """0 where nothing is found; None, and its chunks are to be pinned, where something is.
+
+        None too where it is still being looked for, or brought from lower tiers.
+        """
         if self._promises.is_full and tracked.found_behind == num_local:
             return None  # as in the step before: a queue is not looked up as a whole in each step
         num_tokens = int(tracked.request.num_tokens)
         hashes = tracked.hashes.of(self._chain, num_tokens)
+        if self._lower is not None and self._lower.waits(tracked.request, hashes, num_local):
+            return None
         boundary = self._index.boundary(hashes, num_tokens, num_local)
         tracked.parted_at = self._index.full_hit(hashes, num_tokens, num_local)
         tracked.found_behind = num_local if boundary > num_local else -1
@@ -222,15 +261,12 @@ class HybridScheduler:
         return None
 
     def _loads(self, output: Any) -> Iterator[LoadOrder]:
-        """The loads of requests that are in the step."""
-        for request_id, tracked in () if self.loads_apart else self._to_load.items():
-            if request_id in output.num_scheduled_tokens:
+        """The loads of requests that are in the step, or in no step before they are loaded."""
+        for request_id, tracked in self._to_load.items():
+            if self.loads_apart:
+                yield from self._load(tracked, tracked.tables)
+            elif request_id in output.num_scheduled_tokens:
                 yield from self._load(tracked, self._blocks(output, request_id))
-
-    def _loads_apart(self) -> Iterator[LoadOrder]:
-        """The loads of requests that are in no step before they are loaded."""
-        for tracked in self._to_load.values() if self.loads_apart else ():
-            yield from self._load(tracked, tracked.tables)
 
     def _load(self, tracked: HybridRequest, tables: Sequence[Sequence[int]]) -> Iterator[LoadOrder]:
         load, tracked.load, tracked.tables = tracked.load, None, ()

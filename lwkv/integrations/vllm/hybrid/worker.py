@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 from lwkv.errors import LwkvError
 from lwkv.hybrid import HybridEngine, HybridSteps, Load, Pin, Store
 from lwkv.integrations.host_memory import wait_for_memory
-from lwkv.integrations.vllm.hybrid.orders import HybridOrders, LoadOrder
+from lwkv.integrations.vllm.hybrid.orders import HybridOrders
 from lwkv.integrations.vllm.hybrid.reports import Change, HybridInfo, HybridReport, HybridReports
+from lwkv.integrations.vllm.hybrid.under_way import LoadsUnderWay, load_of
+from lwkv.integrations.vllm.orders import unpacked
 from lwkv.integrations.vllm.worker.meter import WorkerMeter
+from lwkv.integrations.vllm.worker.tier_news import TierNews
 from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
@@ -43,12 +48,29 @@ class HybridWorker:
     step is stored. Requests that are loaded apart from a step are computed if that fails.
 
     Args:
+        timeout_s: how long a load apart from a step may take before the model is made to wait for it.
         clock: seconds.
     """
 
-    def __init__(self, engine: HybridEngine, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: HybridEngine,
+        rank: int,
+        timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine = engine
-        self.info = HybridInfo(rank, engine.chain_name, engine.chunk_size)
+        self.info = HybridInfo(
+            rank,
+            engine.chain_name,
+            engine.chunk_size,
+            engine.kind_pages,
+            engine.page_bytes,
+            engine.page_format,
+            engine.max_pages,
+        )
+        self._tiers = None if engine.lower is None else TierNews(engine.lower, time.monotonic)
+        self._timed_step = 0
         self._changes = Changes()
         engine.watcher = self._changes
         self._steps = HybridSteps(engine)
@@ -58,10 +80,9 @@ class HybridWorker:
         self._ended = True
         self._num_failed = 0
         self._is_loaded_apart = True
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
         self._failed_to_report: list[str] = []
         self._counters = Counters()
+        self._under_way = LoadsUnderWay(engine, timeout_s, self._counters, clock)
         self._meter = WorkerMeter(engine, rank, self._counters, clock)
 
     def introduce(self) -> HybridInfo:
@@ -79,10 +100,11 @@ class HybridWorker:
         self._orders, self._ended, self._is_loaded_apart = orders, False, False
         for number in orders.released:
             self._release(number)
+        self._fetch(orders)
         for order in orders.pins:
             pin = self.engine.pin(order.hashes.apart(), order.local, order.boundary)
             self._pins[order.number], self._pinned[order.number] = pin, pin is not None
-        loads = [_load(order) for order in orders.loads]
+        loads = [load_of(order) for order in orders.loads]
         stores = [
             Store(store.hashes.apart(), store.start, store.end, store.tables, store.boundaries)
             for store in orders.stores
@@ -126,6 +148,8 @@ class HybridWorker:
             return
         self._ended = True
         self._load_apart()
+        if self._orders.is_timed:
+            self._timed_step = self._orders.step
         loaded, _ = self._steps.wait_for_save()
         self._num_failed += sum(not is_there for is_there in loaded)
 
@@ -143,6 +167,10 @@ class HybridWorker:
             )
         return set()
 
+    def blends_ended(self, requests: Collection[str]) -> set[str]:
+        """Requests whose blends have ended: never any."""
+        return set()
+
     def requests_ended(self) -> set[str]:
         """Requests that have ended whose blocks vLLM has kept: none."""
         return set()
@@ -150,19 +178,22 @@ class HybridWorker:
     def received(self) -> tuple[set[str], set[str]]:
         """Requests that were loaded apart from a step, and those of them whose loads have failed.
 
-        Each is given out once. What the current stream does from now on finds what was loaded.
+        Each is given out once, when its load has ended. What the current stream does from now on finds what
+        was loaded.
         """
-        found = self._received, self._failed
-        self._received, self._failed = set(), set()
-        return found
+        received, failed = self._under_way.take_received()
+        self._failed_to_report += failed
+        return received, failed
 
     def report(self) -> HybridReports | None:
         """What was not yet reported; None for nothing."""
+        lower = self._of_lower_tiers()  # before what is kept: all that fetches have brought is in that
         changes, pinned, failed = self._changes.take(), self._pinned, self._failed_to_report
         self._pinned, self._failed_to_report = {}, []
-        if not (changes or pinned or failed):
+        if not (changes or pinned or failed) and lower is None:
             return None
-        return HybridReports((HybridReport(self.info, changes, pinned, failed),))
+        report = HybridReport(self.info, changes, pinned, failed)
+        return HybridReports((report if lower is None else replace(report, **lower),))
 
     def new_counts(self) -> dict[str, int]:
         """What was counted since the last call, and gauges, as WorkerMeter has them."""
@@ -174,6 +205,29 @@ class HybridWorker:
         for number in list(self._pins):
             self._release(number)
         self.engine.close()
+
+    def _fetch(self, orders: HybridOrders) -> None:
+        """Begin what lower tiers are to bring, and give back what they have brought."""
+        lower = self.engine.lower
+        if lower is None:
+            return
+        for number in orders.given_back:
+            lower.prefetches.release(number)
+        for fetch in orders.fetches:
+            lower.fetch(fetch.number, unpacked(*fetch.keys[self.info.rank]), fetch.first, fetch.pins)
+        for number in orders.stopped:
+            lower.prefetches.stop(number)
+
+    def _of_lower_tiers(self) -> dict[str, Any] | None:
+        """What is new in a report's fields of lower tiers, and of the time of a step; None for nothing."""
+        lower, step = self.engine.lower, self._timed_step
+        self._timed_step = 0
+        if lower is None or self._tiers is None:
+            return {"step": step} if step else None
+        fetched, unread, read = lower.prefetches.ended(), self._tiers.unread(), self._tiers.reads()
+        if not (step or fetched or read) and unread is None:
+            return None
+        return {"step": step, "fetched": fetched, "unread": unread, "read": read}
 
     def _announce(self, loads: Sequence[Load], stores: Sequence[Store]) -> None:
         """Begin the step. Raises LwkvError for loads that do not fit: they were promised."""
@@ -187,21 +241,12 @@ class HybridWorker:
             self._steps.begin(loads, ())
 
     def _load_apart(self) -> None:
-        """Load for requests that are not in the step; the model's next work is queued behind that."""
-        orders = () if self._is_loaded_apart else self._orders.loads_apart
-        self._is_loaded_apart = True
-        if orders:
-            done = self.engine.load_now([_load(order) for order in orders])
-            failed = [order.request_id for order, is_done in zip(orders, done, strict=True) if not is_done]
-            self._received.update(order.request_id for order in orders)
-            self._failed.update(failed)
-            self._failed_to_report += failed
+        """Begin to load for requests that are not in the step, behind what it has queued by now."""
+        if not self._is_loaded_apart:
+            self._is_loaded_apart = True
+            self._under_way.begin(self._orders.loads_apart)
 
     def _release(self, number: int) -> None:
         pin = self._pins.pop(number, None)
         if pin is not None:
             self.engine.unpin(pin)
-
-
-def _load(order: LoadOrder) -> Load:
-    return Load(order.hashes.apart(), order.local, order.boundary, order.tables)

@@ -17,8 +17,6 @@ def vllm_config(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"local_disk": "/tmp/none", "max_local_disk_size": 1}, "local_disk"),
-        ({"remote_url": "valkey://127.0.0.1:1"}, "remote_url"),
         ({"host_memory": "/tmp/none.socket"}, "host_memory"),
         ({"save_unfull_chunk": True}, "save_unfull_chunk"),
         ({"enable_blending": True}, "enable_blending"),
@@ -32,7 +30,7 @@ def test_settings_that_need_one_group_are_named_with_what_to_do(settings: dict[s
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"speculative_config": object()}, "draft model"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "here by 'eagle', cannot be used: a draft"),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline_parallel_size"),
         ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "enable_kv_cache_events"),
     ],
@@ -40,6 +38,12 @@ def test_settings_that_need_one_group_are_named_with_what_to_do(settings: dict[s
 def test_features_of_vllm_that_were_not_tried_are_named(more: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         refuse(Settings(), vllm_config(**more))
+
+
+def test_speculative_decoding_beside_states_is_refused_with_its_own_reason() -> None:
+    drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
+    with pytest.raises(ConfigError, match=r"a state for each token that it tries.*leave lwkv out"):
+        refuse(Settings(), drafts, has_states=True)
 
 
 def test_models_with_states_are_not_sent_to_one_group() -> None:

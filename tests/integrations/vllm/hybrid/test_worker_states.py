@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ class Model:
 
     Attributes:
         received, failed: requests that vLLM heard of in the last step: loaded, or not.
+        is_held: whether loads are held up, and with them what is stored.
     """
 
     toy: Toy
@@ -35,6 +38,7 @@ class Model:
     number: int = 0
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    is_held: bool = False
 
     def ask(self, tokens: Sequence[int], step: int = 1 << 20) -> int:
         """Run a prompt to its end: what of it was loaded."""
@@ -64,18 +68,28 @@ class Model:
 
     def load(self, request: Request, running: Running, found: int) -> bool:
         """Whether that has not failed: then all is there."""
-        load = self.toy.load(running, found)
-        self.side.allocated(request, running.tables, found)
-        self.step({}, [])
+        self.begin_load(request, running, found)
+        while not self.received:
+            self.step({}, [])
         assert self.received == {request.request_id}
         if self.failed:
             assert self.failed == self.received
             return False
+        self.look(running)
+        return True
+
+    def begin_load(self, request: Request, running: Running, found: int) -> None:
+        """One step, which orders the load and has nothing else to do."""
+        self.toy.load(running, found)
+        self.side.allocated(request, running.tables, found)
+        self.step({}, [])
+
+    def look(self, running: Running) -> None:
+        """What a request finds that is computed now, in all layers."""
         for group in range(len(self.toy.group_kinds)):
             for layer in range(2):
-                self.toy.look([(running, load)], group, layer)
+                self.toy.look([(running, self.toy.load(running, running.boundary))], group, layer)
         self.toy.check()
-        return True
 
     def step(self, parts: dict[str, tuple[Running, int]], finished: list[str]) -> None:
         """As vLLM: where no request is to load in its own step, loads begin behind the layers."""
@@ -91,26 +105,32 @@ class Model:
         self.worker.start_load()
         self.worker.end()
         self.received, self.failed = self.worker.received()
-        assert self.worker.received() == (set(), set())
         assert self.worker.invalid_blocks() == set()
         for running, end in parts.values():
             running.computed = end
             self.toy.slide(running)
-        assert self.worker.engine.flush(20.0)
+        assert self.is_held or self.worker.engine.flush(20.0)
         reports = self.worker.report()
         if reports is not None:
             self.side.learn(reports)
 
 
-@pytest.fixture
-def model() -> Iterator[Model]:
-    toy = Toy(CPU(), torch.device("cpu"), [state(CHUNK), full()], [2, 1])
+def make(platform: CPU, **of_worker: Any) -> Model:
+    toy = Toy(platform, torch.device("cpu"), [state(CHUNK), full()], [2, 1])
     groups = CacheGroups(tuple(toy.kinds), (0, 0, 1), ChunkSize(CHUNK, CHUNK, CHUNK))
     side = HybridScheduler(groups, Role(True, True))
-    worker = HybridWorker(toy.engine, 0)
+    worker = HybridWorker(toy.engine, 0, **of_worker)
     side.introduce(worker.introduce())
-    yield Model(toy, side, worker)
-    worker.close()
+    return Model(toy, side, worker)
+
+
+@pytest.fixture(params=["at once", "late"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    """Copies and kernels take no time, or some."""
+    chance = random.Random(1)
+    made = make(CPU(None if request.param == "at once" else lambda: chance.choice([0, 0, 0.002])))
+    yield made
+    made.worker.close()
 
 
 @pytest.mark.parametrize("step", [1000, 40, 8])
