@@ -9,6 +9,10 @@ A prompt has `--documents` of `--tokens` each, cached in host memory, and `--que
 are medians in milliseconds, beside a full prefill. For blends also loading alone, and the time to first token
 with all loads in place: the larger of the two is what a blend takes at least. Then it says of every gate
 whether it holds.
+
+With `--ranks` 2 or more, tensor parallel: loading and computing alone are not measured. Instead it is checked
+that all ranks have computed the same rows, and that prompts of which all tokens are computed again have the
+log-probabilities of vLLM's own answer.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import numpy as np
 from lwkv.benchmarks.measuring.shapes import SHAPES, Shape
 from lwkv.benchmarks.vllm.blend_gates import Found, gates
 from lwkv.benchmarks.vllm.blend_parts import Parts
+from lwkv.benchmarks.vllm.blend_ranks import EXTENSION, MOST_APART, AllRanks, apart
 from lwkv.benchmarks.vllm_ttft import Plan as TtftPlan
 from lwkv.benchmarks.vllm_ttft import engine_arguments, versions, write_model
 from lwkv.blend import Deviation, FirstTokens, NoTokens, QueryAttention, Selector
@@ -67,18 +72,19 @@ class Plan:
     seconds: float
     every_s: float
     eager: bool
+    ranks: int = 1
 
     @property
     def reused(self) -> int:
         return self.documents * self.tokens
 
-    def prompt(self, turn: int, vocabulary: int) -> Prompt:
+    def prompt(self, turn: int, vocabulary: int, first_document: int = 1000) -> Prompt:
         """The documents in the order of a turn, a token behind each; head and question are the turn's own."""
         order = np.random.default_rng(turn).permutation(self.documents)
         ids, segments = _drawn(90_000 + turn, 3, vocabulary), []
         for number in order:
             segments.append([len(ids), len(ids) + self.tokens])
-            ids += [*_drawn(1000 + int(number), self.tokens, vocabulary), 3]
+            ids += [*_drawn(first_document + int(number), self.tokens, vocabulary), 3]
         return ids + _drawn(50_000 + turn, self.question, vocabulary), segments
 
     def rows(self, selector: Selector, num_layers: int) -> int:
@@ -115,7 +121,7 @@ class Child:
         from vllm import LLM
 
         longest = plan.reused + plan.question + 64
-        sizes = TtftPlan([longest], 64, 1)
+        sizes = TtftPlan([longest], 64, 1, ranks=plan.ranks)
         arguments = engine_arguments("plain" if name == "plain" else "lwkv", model, shape, sizes, host_gib)
         arguments |= {
             "max_num_seqs": 256,
@@ -134,8 +140,7 @@ class Child:
                 "load_when": "always",
             }
             arguments["kv_transfer_config"]["kv_connector_extra_config"] |= settings
-            module = "lwkv.integrations.vllm.blending.worker_extension"
-            arguments["worker_extension_cls"] = f"{module}.NoteModel"
+            arguments["worker_extension_cls"] = EXTENSION
         self.llm = LLM(**arguments)
         self.plan, self.shape = plan, shape
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
@@ -148,8 +153,56 @@ class Child:
             found.beside_ms[str(number)], _ = self._beside(partial(self._plain, length=number))
         return found
 
-    def run_selector(self, selector: Selector) -> Found:
+    def run(self, name: str, selector: Selector) -> Found:
         """Blends with one selector. All documents are encoded with the first prompt of the engine."""
+        return self.run_selector(selector) if self.plan.ranks == 1 else self.run_ranks(name, selector)
+
+    def run_ranks(self, name: str, selector: Selector) -> Found:
+        """As `run_selector`, with workers in other processes, and what is wrong with what ranks compute."""
+        ranks = AllRanks(self.llm)
+        share = 0.0 if isinstance(selector, NoTokens) else self.plan.share
+        ranks.select(name, share)
+        rows, before = self.plan.rows(selector, self.shape.num_layers), ranks.counts()
+        found = Found(ttft_ms=self._ttfts(), rows=rows)
+        found.counts = _grown(before, ranks.counts())
+        self._require_blends(found)
+        found.faults += ranks.faults(WARM_UPS + self.plan.repeats)
+        found.beside_ms[str(rows)], found.ttft_beside_ms = self._beside(self._prompt)
+        return found
+
+    def check_answers(self, found: Found) -> None:
+        """Compare blends of which all tokens, or none, are computed again with what vLLM computes itself."""
+        ranks, turn = AllRanks(self.llm), 40_000
+        ranks.fill(1)
+        # Documents that were never cached: others were computed with other weights.
+        ids, segments = self.plan.prompt(turn, self.vocabulary, first_document=2000)
+        self._ttft(*self.plan.prompt(turn + 1, self.vocabulary, first_document=2000))
+        assert ranks.flush()
+        self._ttft([5] * 8, [])
+        answers = {}
+        for name, share in (("deviation", 1.0), ("reuse", 0.0)):
+            ranks.select(name, share)
+            assert self.llm.reset_prefix_cache()
+            answers[name] = self._logprobs(ids, segments)
+            found.faults += ranks.faults(1)
+        # Last: from then on all of the prompt is cached as it is.
+        own = self._logprobs(ids, [])
+        apart_by = {name: apart(own, answer) for name, answer in answers.items()}
+        found.counts |= {f"logprobs_apart_{name}": most for name, most in apart_by.items()}
+        if not apart_by["deviation"] <= MOST_APART:
+            found.faults.append(
+                f"all computed again: log-probabilities differ by {apart_by['deviation']:.3g}"
+            )
+
+    def _logprobs(self, ids: list[int], segments: list[list[int]]) -> dict[int, float]:
+        """Of the best first tokens of the answer."""
+        parameters = self._parameters(1, segments)
+        parameters.logprobs = 10
+        (answer,) = self.llm.generate([{"prompt_token_ids": ids}], parameters, use_tqdm=False)
+        return {token: one.logprob for token, one in answer.outputs[0].logprobs[0].items()}
+
+    def run_selector(self, selector: Selector) -> Found:
+        """As `run`, with the worker in this process."""
         parts = Parts()
         parts.select(selector, 0.0 if isinstance(selector, NoTokens) else self.plan.share)
         rows = self.plan.rows(selector, self.shape.num_layers)
@@ -168,7 +221,7 @@ class Child:
     def encode(self) -> None:
         """Have all documents cached, and known to be."""
         self._ttft(*self._prompt(30_000))
-        assert Parts().flush()
+        assert (Parts() if self.plan.ranks == 1 else AllRanks(self.llm)).flush()
         self._ttft([5] * 8, [])
 
     def _require_blends(self, found: Found) -> None:
@@ -225,6 +278,10 @@ class Child:
     def _beside(self, prompt: Callable[[int], Prompt]) -> tuple[list[float], list[float]]:
         """Times between tokens of requests that decode, and of prompts that arrive to their first token."""
         engine, names, came, ttfts = self.llm.llm_engine, [], dict[str, float](), []
+        # Drawn ahead: a client does that elsewhere.
+        prompts = [
+            prompt(20_000 + self._next()) for _ in range(int(self.plan.seconds / self.plan.every_s) + 1)
+        ]
         for _ in range(DECODING):
             names.append(self._add(1800, *self._plain(70_000 + self._next(), 32)))
         begin, next_at, taken = time.perf_counter(), 1.0, []
@@ -232,7 +289,7 @@ class Child:
         while (now := time.perf_counter() - begin) < self.plan.seconds:
             if now >= next_at:
                 next_at += self.plan.every_s
-                names.append(self._add(1, *prompt(20_000 + self._next())))
+                names.append(self._add(1, *prompts.pop()))
                 came[names[-1]] = time.perf_counter()
             for output in engine.step():
                 at = time.perf_counter()
@@ -316,7 +373,9 @@ def child(args: argparse.Namespace, shape: Shape, plan: Plan) -> None:
             found = {"plain": engine.run_plain(list(rows))}
         else:
             engine.encode()
-            found = {name: engine.run_selector(selector) for name, selector in wanted.items()}
+            found = {name: engine.run(name, selector) for name, selector in wanted.items()}
+            if plan.ranks > 1:
+                engine.check_answers(found[args.selectors[-1]])
     # Whole from the moment that it is there: the next engine waits for it.
     whole = args.output.with_suffix(".whole")
     whole.write_text(json.dumps({name: asdict(one) for name, one in found.items()}))
@@ -360,6 +419,7 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="do blends beside other requests in parts, one a step",
     )
+    options.add_argument("--ranks", type=int, default=1, help="of tensor parallelism, each on a device")
     options.add_argument("--host-gib", type=float, default=8.0)
     options.add_argument("--output", type=Path, default=Path("vllm-blend.json"))
     options.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
@@ -383,6 +443,7 @@ def main() -> int:
     plan = Plan(
         *(args.documents, args.tokens, args.question, args.share, args.repeats, args.seconds, args.every),
         eager=not args.graphs,
+        ranks=args.ranks,
     )
     if args.child:
         child(args, shape, plan)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Computing(NamedTuple):
@@ -70,7 +72,7 @@ class Parts:
         worker = self._worker
         parts = worker._parts
 
-        def compute(order: Any, loads: Any) -> Generator[float, None, bool]:
+        def compute(order: Any, loads: Any) -> Generator[float | None, None, bool]:
             yield from worker._pass(order, self._reuse(order, loads), worker.share).parts(lambda _: None)
             return True
 
@@ -94,12 +96,22 @@ class Parts:
         _synchronize()
         begin = time.perf_counter()
         with worker._calling():
-            computed = worker._pass(order, reuse, worker.share).run(lambda _: None)
+            computed = _to_end(worker._pass(order, reuse, worker.share).parts(lambda _: None))
         queued = time.perf_counter()
         _synchronize()
         return Computing(
             1e3 * (time.perf_counter() - begin), 1e3 * (queued - begin), int(computed.row_layers)
         )
+
+
+def _to_end(parts: Generator[object, None, T]) -> T:
+    """Run all parts, and give what comes of them."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _synchronize() -> None:

@@ -18,6 +18,9 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # What `attend_paged` takes.
 AttendPaged: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor], None]
 
+MOST_SCORES = 1 << 23
+"""Products of queries and keys that are in memory at once, in float32, where one head has no more."""
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """Let row i of q, at `positions[i]`, see the keys 0 to `positions[i]`, whatever rows are left out.
@@ -90,10 +93,13 @@ def attention_paid(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
     So a key counts that one word of a question needs, though all the others look elsewhere.
     """
     grouped = q.float().view(len(q), k.shape[1], -1, q.shape[-1])
-    hidden, total = ~_mask(positions, len(k)), torch.zeros(len(k), device=q.device)
-    for head in range(k.shape[1]):  # all at once would take as many times the memory
-        scores = torch.einsum("ngd,md->ngm", grouped[:, head], k[:, head].float()) * q.shape[-1] ** -0.5
-        total += scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).amax(0).sum(0)
+    hidden, total = ~_mask(positions, len(k))[:, None, None], torch.zeros(len(k), device=q.device)
+    # Few heads are few launches each, and all at once may take much memory.
+    heads = max(1, MOST_SCORES // (len(k) * q.shape[0] * grouped.shape[2]))
+    for some in range(0, k.shape[1], heads):
+        mine, keys = grouped[:, some : some + heads], k[:, some : some + heads].float()
+        scores = torch.einsum("nhgd,mhd->nhgm", mine, keys) * q.shape[-1] ** -0.5
+        total += scores.masked_fill_(hidden, -torch.inf).softmax(-1).amax(0).sum((0, 1))
     return total / q.shape[1]
 
 

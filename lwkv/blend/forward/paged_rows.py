@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -37,6 +40,28 @@ class PagedRows:
         self._platform.record(copied, self._platform.current_stream(self._device))
         self._pinned.append((pinned, copied))
         return sent
+
+    @contextmanager
+    def read_back(self, numbers: Tensor) -> Iterator[Callable[[], Int64s]]:
+        """Queue the copy of int64 numbers, not empty, to the host on the current stream.
+
+        What is given returns them, within the context. It waits for the copy, but not for what is queued
+        behind it. Whoever leaves without calling it waits for nothing.
+        """
+        pinned, copied = self._take_pinned(numbers.nbytes)
+        table = pinned[: numbers.nbytes].view(torch.int64).view(numbers.shape)
+        table.copy_(numbers, non_blocking=True)
+        self._platform.record(copied, self._platform.current_stream(self._device))
+
+        def get() -> Int64s:
+            self._platform.synchronize_event(copied)
+            found: Int64s = table.numpy().copy()
+            return found
+
+        try:
+            yield get
+        finally:
+            self._pinned.append((pinned, copied))  # nobody gets it before the copy is over
 
     def at(self, slots: Tensor) -> Rows:
         """Prepare to move the rows of `slots`, int64 (rows,), on the device; all different."""

@@ -30,3 +30,16 @@ def test_memory_that_is_still_copied_out_of_is_left_alone(
     sent = [rows.send(np.full(3, value, np.int64)) for value in (7, 8)]
     assert len({pinned.data_ptr() for pinned, _ in rows._pinned}) == 2
     assert [there.tolist() for there in sent] == [[7] * 3, [8] * 3]
+
+
+def test_numbers_are_read_back_from_memory_that_others_get_afterwards(bench: Bench) -> None:
+    rows = bench.blender()._rows
+    wanted = np.array([9, 4, 7], np.int64)
+    with rows.read_back(rows.send(wanted)) as get:
+        sent = [rows.send(np.full(3, value, np.int64)) for value in (5, 6)]
+        assert get().tolist() == wanted.tolist()
+    assert [there.tolist() for there in sent] == [[5] * 3, [6] * 3]
+    kept = len(rows._pinned)
+    with rows.read_back(sent[0]) as get:
+        assert get().tolist() == [5] * 3
+    assert len(rows._pinned) in (kept, kept + 1)  # a copy may still be under way

@@ -12,11 +12,10 @@ import pytest
 import torch
 from demo_model import write_model
 
-from lwkv.cli.demo.blend import trial
 from lwkv.cli.demo.blend.play import ANSWER, QUESTION, SHARES, documents
 from lwkv.cli.main import main
 from lwkv.platforms import Platform
-from lwkv.reference import read_document
+from lwkv.reference import one_prompt, read_document
 
 WAYS = ["full prefill", "plain reuse", "blend by deviation", "blend by query"]
 Demo = Callable[..., int]
@@ -79,8 +78,8 @@ def test_the_report_says_it_in_words(demo: Demo, capsys: pytest.CaptureFixture[s
 def test_blends_that_differ_where_everything_is_computed_are_a_fault(
     demo: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forward = trial.forward
-    monkeypatch.setattr(trial, "forward", lambda *args: forward(*args) * torch.tensor(8.0))
+    forward = one_prompt.forward
+    monkeypatch.setattr(one_prompt, "forward", lambda *args: forward(*args) * torch.tensor(8.0))
     assert demo() == 1
     assert "Fault: deviation: with everything computed the answer is" in capsys.readouterr().out
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, CHUNK, Answer, Engine, assert_same, prompt, started, with_lwkv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwkv.blend import Blender, BlendRequest, Deviation, FirstTokens, NoTokens, QueryAttention, Selector
 from lwkv.blend.forward.attention import attend_paged
 from lwkv.blend.share.batch_shares import Shares
 from lwkv.blend.share.controller import LoadingController
 from lwkv.config.settings import Config
+from lwkv.integrations.vllm.blending.model.calls import States
 from lwkv.integrations.vllm.blending.model.row_attention import RowAttentions, is_plain
 from lwkv.integrations.vllm.blending.worker.share import ControlledShare
 from lwkv.reference import PagedCache, load_hf_folder, open_cache_engine
@@ -64,6 +68,13 @@ def settle(engine: Engine) -> None:
     engine.ask([prompt(98, 5)], 1)
 
 
+def blends_at_rest(engine: Engine) -> None:
+    """Check that nothing is held, and that the scheduler follows no prompt any more."""
+    settle(engine)
+    engine.at_rest()
+    assert len(engine.scheduler.blending) == 0
+
+
 def compute_again(engine: Engine, share: float) -> None:
     """Choose another share of the reused tokens than the engine was started with."""
     choose(engine, Deviation("v", (1,), (share,)), share)
@@ -95,9 +106,7 @@ def shared(llama: Path) -> Iterator[Engine]:
 def engine(shared: Engine) -> Iterator[Engine]:
     compute_again(shared, 1.0)
     yield shared
-    settle(shared)
-    shared.at_rest()
-    assert len(shared.scheduler.blending) == 0
+    blends_at_rest(shared)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
@@ -418,3 +427,42 @@ def test_requests_beside_blends_equal_an_engine_without_lwkv(engine: Engine, pla
         wanted = plain.ask([asked[number].ids for number in exact], max_tokens)
         assert_same([answers[number] for number in exact], wanted)
     assert count(engine, "requests") > 10
+
+
+def test_a_layer_takes_the_host_few_calls_and_the_same_kernels(engine: Engine) -> None:
+    """What it does between kernels is what the host is busy with where rows are few."""
+    layers = engine.worker._blending._layers
+    assert all(layers.flat)
+    found = []
+    with torch.inference_mode(), layers.eagerly():
+        # vLLM's null block, which nobody reads.
+        calls = layers.calls(np.arange(5), np.arange(BLOCK))
+        first = layers.run(0, calls, layers.embed(np.arange(3, 8)))
+        for run in (layers.run_modules, layers.run):
+            states = States(first.hidden.clone(), first.residual.clone())
+            kernels, python = Kernels(), list[str]()
+            with kernels:
+                run(1, calls, States(first.hidden.clone(), first.residual.clone()))
+            sys.setprofile(lambda frame, event, _, seen=python: event == "call" and seen.append(frame.f_code))
+            try:
+                states = run(1, calls, states)
+            finally:
+                sys.setprofile(None)
+            found.append((states, kernels.names, len(python)))
+    (wanted, own, most), (states, names, least) = found
+    assert torch.equal(states.hidden, wanted.hidden)
+    assert torch.equal(states.residual, wanted.residual)
+    assert names == own
+    assert least <= 0.75 * most, f"{least} calls of Python's, and {most} with all modules"
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -8,8 +8,9 @@ from pathlib import Path
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import BLOCK, CHUNK, assert_same, prompt, started
 from integrations.in_vllm.test_blending import Documents, ask, blending, count, settle
-from integrations.in_vllm.test_soak import CHUNK_GIB, PrefixOracle
+from integrations.in_vllm.test_soak import RAW, PrefixOracle
 
+CHUNK_GIB = RAW.chunk_gib
 ROOM = 24
 """Chunks of host memory: the documents have 20, and prompts that find none of theirs have six or seven."""
 LENGTH = 2 * CHUNK
@@ -25,7 +26,7 @@ def reusable(one: Documents, found: list[int]) -> int:
 
 
 def test_what_is_reused_is_what_a_cache_of_the_same_room_has(llama: Path, plain: Elsewhere) -> None:
-    drawn, oracle = random.Random(4), PrefixOracle(ROOM)
+    drawn, oracle = random.Random(4), PrefixOracle(ROOM, CHUNK)
     documents = [prompt(400 + number, LENGTH) for number in range(10)]
     extra = {"slab_bytes": int(ROOM * CHUNK_GIB * 2**30) // 4}
     settings = blending(blend_recompute_ratios=1.0, max_local_cpu_size=ROOM * CHUNK_GIB, extra_config=extra)

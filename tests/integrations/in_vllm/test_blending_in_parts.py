@@ -13,6 +13,7 @@ from integrations.in_vllm.test_blending import (
     Documents,
     ask,
     blending,
+    blends_at_rest,
     choose,
     compute_again,
     count,
@@ -37,9 +38,7 @@ def shared(llama: Path) -> Iterator[Engine]:
 def engine(shared: Engine) -> Iterator[Engine]:
     compute_again(shared, 1.0)
     yield shared
-    settle(shared)
-    shared.at_rest()
-    assert len(shared.scheduler.blending) == 0
+    blends_at_rest(shared)
     assert not shared.scheduler.blending.is_under_way
     assert not shared.worker._blending._unfinished
 

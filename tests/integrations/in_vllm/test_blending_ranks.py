@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import Answer, assert_same, prompt
+from integrations.in_vllm.rig import BLOCK, Answer, assert_same, prompt
 from integrations.in_vllm.test_blending import Documents, blending, documents
 
 from lwkv.integrations.vllm.worker.meter import QUIET_S
@@ -22,6 +22,7 @@ class Asked:
 
     def __init__(self, llama: Path, connector: str = "", **settings: Any) -> None:
         arguments = blending(**settings) | {"enable_prefix_caching": True, "max_num_batched_tokens": 1024}
+        arguments |= {"num_gpu_blocks_override": 1200 // BLOCK, "max_model_len": 1024}
         if connector:
             places = {
                 "kv_connector": connector,
@@ -68,6 +69,12 @@ def test_two_ranks_that_compute_all_again_give_vllms_own_answer(asked: Asked, pl
     assert_same(asked.ask([beside, one, one], 16), plain.ask([beside.ids, one.ids, one.ids], 16))
     # Both ranks count.
     assert asked.counted("requests") == 2 * 4
+    # Of a crowd that needs more blocks than there are some are preempted: both ranks start these anew.
+    crowd = [Documents([], prompt(320 + number, 60), []) for number in range(3)]
+    crowd += [Documents(parts[number:], prompt(330 + number, 33), [11, 12, 13, 14]) for number in (0, 1, 0)]
+    assert_same(asked.ask(crowd, 100), plain.ask([one.ids for one in crowd], 100))
+    assert asked.engine.call("metric", "vllm:num_preemptions") > 0
+    assert asked.counted("requests") >= 2 * (4 + 3)
     assert asked.counted("failures") == 0
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from integrations.in_vllm.faulty_disk import FaultyDisk
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import BLOCK, assert_same, prompt, started
+from integrations.in_vllm.rig import BLOCK, Engine, assert_same, prompt, started
 from integrations.in_vllm.test_blending import Documents, ask, blending, compute_again, count, settle
 from integrations.in_vllm.trouble import Trouble
 from storage.servers import Server, redis_server, running, valkey_program
 
 TURNS = 90
-"""With two to six requests each: 300 and more."""
+"""With two to six requests each: 300 and more. `--soak MINUTES` asks as many turns in half a minute."""
+LAST = 10
+"""Turns at the end without lower tiers."""
 
 
 @pytest.fixture
@@ -27,7 +30,12 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
-    llama: Path, plain: Elsewhere, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    plain: Elsewhere,
+    tmp_path: Path,
+    server: Server,
+    minutes: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that are blended too, where all of their tokens are computed again.
 
@@ -47,7 +55,7 @@ def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
     drawn = random.Random(16)
     known = [prompt(900 + number, drawn.randrange(20, 150)) for number in range(8)]
     heads = [prompt(950 + number, drawn.randrange(4, 120)) for number in range(3)]
-    asked_for = 0
+    asked_for, turns = 0, max(TURNS, round(2 * minutes * TURNS))
     disk = FaultyDisk(folder, monkeypatch)
     faults = {
         "server killed": (server.kill, server.start),
@@ -57,8 +65,9 @@ def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
     }
     trouble = Trouble(faults, 17, quiet_s=(0.5, 6), lasting_s=(0.1, 4))
     with started(llama, enable_prefix_caching=True, max_model_len=1024, **settings) as engine, trouble:
-        for turn in range(TURNS):
-            if turn == TURNS - 10:
+        in_parts = count_waiting(engine, monkeypatch)
+        for turn in range(turns):
+            if turn == turns - LAST:
                 trouble.__exit__()
                 server.kill()
                 disk.remove()
@@ -92,9 +101,23 @@ def test_random_requests_with_few_blocks_equal_an_engine_without_lwkv(
         engine.at_rest()
         assert len(engine.scheduler.blending) == 0
         assert count(engine, "requests") > 20
+        assert len(in_parts) > turns / 10, "blends in parts, while others are preempted"
         assert engine.metric("vllm:num_preemptions") > 0
         assert not engine.scheduler.waiting._loads
         found = {tier: engine.worker.engine.stats().get(f"{tier}_hits", 0) for tier in ("disk", "valkey")}
         print(f"\n{asked_for} requests, {trouble.done}, {found}, {engine.worker.engine.stats()}")
         assert found["disk"], "nothing was brought from below host memory"
     assert asked_for >= 300
+
+
+def count_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests whose blends end, from now on, while they wait: they are done in parts."""
+    worker, ended = engine.worker._blending, list[str]()
+    note_end = worker._note_end
+
+    def noted(order: Any) -> None:
+        ended.append(order.waiting)
+        note_end(order)
+
+    monkeypatch.setattr(worker, "_note_end", noted)
+    return ended

@@ -15,6 +15,7 @@ from integrations.in_vllm.test_blending import (
     Documents,
     ask,
     blending,
+    blends_at_rest,
     compute_again,
     count,
     documents,
@@ -42,9 +43,7 @@ def shared(llama: Path, folder: Path) -> Iterator[Engine]:
 def engine(shared: Engine) -> Iterator[Engine]:
     compute_again(shared, 1.0)
     yield shared
-    settle(shared)
-    shared.at_rest()
-    assert len(shared.scheduler.blending) == 0
+    blends_at_rest(shared)
     assert not shared.scheduler.waiting._loads
 
 

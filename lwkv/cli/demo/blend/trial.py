@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
 
 from lwkv.blend import Blended, Blender, BlendRequest, Segment, Selector, SharedPrefix
 from lwkv.config.settings import Config
 from lwkv.connectors import Rope
 from lwkv.engine import CacheEngine
 from lwkv.platforms import Platform
-from lwkv.reference import Model, NoCache, PagedCache, Tokenizer, forward, open_cache_engine
-from lwkv.reference.batch import Part, build_batch
+from lwkv.reference import Model, Tokenizer, open_cache_engine
 from lwkv.reference.blending import ReferenceBlend
-from lwkv.reference.request import block_slots
+from lwkv.reference.one_prompt import OnePrompt, divergence
 
-BLOCK_SIZE = 16
 CHUNK_SIZE = 128
 _BETWEEN = "\n\n"
 _CHAT = (
@@ -98,14 +94,7 @@ class Trial:
         platform: Platform | None = None,
     ) -> None:
         self.model, self.tokenizer, self._num_answer = model, tokenizer, num_answer
-        num_blocks = -(-longest // BLOCK_SIZE)
-        self._cache = PagedCache(
-            model.shape,
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self._prompt = OnePrompt(model, longest)
         config = Config(
             use_layerwise=True,
             enable_blending=True,
@@ -113,15 +102,15 @@ class Trial:
             max_local_cpu_size=1.0,
             blend_min_tokens=0,
         )
-        self.engine: CacheEngine = open_cache_engine(config, model, self._cache, "trial", platform=platform)
+        self.engine: CacheEngine = open_cache_engine(
+            config, model, self._prompt.cache, "trial", platform=platform
+        )
         self._chat = tokenizer.encode(_CHAT[0].format(_SYSTEM))
         self._prefixes: dict[Behind, SharedPrefix] = {
             Behind.NOTHING: (),
             Behind.TEXT: tokenizer.encode,
             Behind.CHAT: self._chat,
         }
-        # Falling, so that nothing works only where blocks happen to be in order.
-        self._blocks = list(range(num_blocks))[::-1]
 
     def close(self) -> None:
         self.engine.close()
@@ -130,18 +119,17 @@ class Trial:
         """Compute the task in full."""
         self.tokens, self.segments = prompt_of(task, self.tokenizer)
         started, process = time.perf_counter(), time.process_time()
-        logits = self._forward(self.tokens, 0)[-1:]
-        self.answer = [int(logits.argmax())]
+        logits = self._prompt.compute(self.tokens, 0)[-1:]
+        first = int(logits.argmax())
         self.full_s, self.full_process_s = time.perf_counter() - started, time.process_time() - process
-        rest, more = self._decode(self.answer)
-        self.answer += rest
-        self._wanted = torch.cat([logits, *more]).log_softmax(-1)
+        self.answer, more = self._decode(first)
+        self._wanted = torch.cat([logits, more])
 
     def encode(self, behind: Behind = Behind.CHAT) -> None:
         """Cache the task's documents."""
         blender = self._blender(behind, True, None, None)
         for start, end in blender.missing(self.tokens, self.segments):
-            slots = self._slots(blender.num_encoded(end - start))
+            slots = self._prompt.slots(blender.num_encoded(end - start))
             blender.encode(self.tokens[start:end], slots)
         if not self.engine.flush():
             raise RuntimeError("not all was stored: a tier did not take it, or it took over 30 s")
@@ -151,31 +139,26 @@ class Trial:
     ) -> Outcome:
         """Blend the task's prompt, and follow the full prefill's answer."""
         blender = self._blender(behind, moved, selector, share)
-        request = BlendRequest(self.tokens, self._slots(len(self.tokens)), self.segments)
-        self._cache.fill(float("nan"))
+        request = BlendRequest(self.tokens, self._prompt.slots(len(self.tokens)), self.segments)
+        self._prompt.cache.fill(float("nan"))
         started, process = time.perf_counter(), time.process_time()
         (blended,) = blender.prefill([request])
         int(blended.logits.argmax())  # waits for the device
         wall, process = time.perf_counter() - started, time.process_time() - process
         logits = [blended.logits[None]]
         if len(self.answer) > 1:
-            logits.append(self._forward(self.answer[:-1], len(self.tokens)))
-        found = torch.cat(logits).log_softmax(-1)
-        kl = kl_div(found, self._wanted, log_target=True, reduction="none").sum(-1).mean().clamp_min(0)
-        return Outcome(blended, float(kl), wall, process)
+            logits.append(self._prompt.compute(self.answer[:-1], len(self.tokens)))
+        return Outcome(blended, divergence(torch.cat(logits), self._wanted), wall, process)
 
     def say(self, outcome: Outcome) -> str:
         """The greedy answer of the last `blend`, as text."""
-        first = [int(outcome.blended.logits.argmax())]
-        return self.tokenizer.decode([*first, *self._decode(first)[0]]).strip()
+        answer, _ = self._decode(int(outcome.blended.logits.argmax()))
+        return self.tokenizer.decode(answer).strip()
 
-    def _decode(self, first: Sequence[int]) -> tuple[list[int], list[Tensor]]:
-        """The tokens that follow the prompt and `first`, and the logits that they were taken from."""
-        tokens, logits = list(first), []
-        while len(tokens) < self._num_answer and tokens[-1] not in self.tokenizer.stop_tokens:
-            logits.append(self._forward(tokens[-1:], len(self.tokens) + len(tokens) - 1))
-            tokens.append(int(logits[-1].argmax()))
-        return tokens[len(first) :], logits
+    def _decode(self, first: int) -> tuple[list[int], Tensor]:
+        """The greedy answer that begins with `first`, and the logits of what follows."""
+        stop_tokens = self.tokenizer.stop_tokens
+        return self._prompt.decode(len(self.tokens), first, self._num_answer, stop_tokens)
 
     def _blender(
         self, behind: Behind, moved: bool, selector: Selector | None, share: float | None
@@ -183,15 +166,6 @@ class Trial:
         model = ReferenceBlend(self.model) if moved else Unmoved(self.model)
         prefix = self._prefixes[behind]
         return Blender(self.engine, model, shared_prefix=prefix, selector=selector, share=share)
-
-    def _slots(self, count: int) -> Tensor:
-        return block_slots(self._blocks, count, BLOCK_SIZE)
-
-    def _forward(self, tokens: Sequence[int], start: int) -> Tensor:
-        """Compute tokens at positions from `start` on, over what is in the cache; the logits of each."""
-        batch = build_batch([Part(tokens, start, self._blocks)], BLOCK_SIZE, self.model.device)
-        everyone = torch.arange(len(tokens), device=self.model.device)
-        return forward(self.model, self._cache, replace(batch, last_rows=everyone), NoCache())
 
 
 def prompt_of(task: Task, tokenizer: Tokenizer) -> tuple[list[int], list[Segment]]:

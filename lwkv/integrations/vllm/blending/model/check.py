@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +16,7 @@ from lwkv.blend.forward.attention import attend
 from lwkv.blend.forward.paged_rows import PagedRows
 from lwkv.connectors.rope import Rope
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.blending.model.calls import States
+from lwkv.integrations.vllm.blending.model.calls import Call, States
 from lwkv.kernels import Turn
 from lwkv.kernels.rotation import rotate
 from lwkv.platforms.protocol import Int64s
@@ -72,6 +73,7 @@ class StartCheck:
 
     def _try(self) -> None:
         whole = np.arange(len(self._tokens))
+        self._check_flat()
         own = self._forward(whole)
         written = self._rows(whole)
         for layer in range(self._layers.num_layers):
@@ -89,6 +91,26 @@ class StartCheck:
         self._check_apart(own)
         self._check_seen()
         self._check_rope()
+
+    def _check_flat(self) -> None:
+        """Layers without modules around their kernels give the same bits, or are called as they are."""
+        whole = np.arange(len(self._tokens))
+        calls, states = self._layers.calls(whole, self._slots), self._layers.embed(self._tokens)
+        others = []
+        for layer in range(self._layers.num_layers):
+            found = self._try_flat(layer, calls, States(*map(_copy, states)))
+            states = self._layers.run_modules(layer, calls, states)
+            if found is None or not torch.equal(_both(found), _both(states)):
+                others.append(layer)
+                self._layers.flat[layer] = None
+        if others:
+            log.info("at the start: layers %s are called with all of their modules: else they differ", others)
+
+    def _try_flat(self, layer: int, calls: Sequence[Call], states: States) -> States | None:
+        try:
+            return self._layers.run(layer, calls, states)
+        except (TypeError, AttributeError, RuntimeError):
+            return None
 
     def _check_apart(self, own: Tensor) -> None:
         """All but the second token, in two runs over the keys of all."""
@@ -200,6 +222,15 @@ class StartCheck:
         raise ConfigError(
             f"enable_blending: {self._name} cannot be blended: {what}; set enable_blending to false"
         ) from cause
+
+
+def _both(states: States) -> Tensor:
+    return states.hidden if states.residual is None else torch.stack((states.hidden, states.residual))
+
+
+def _copy(tensor: Tensor | None) -> Any:
+    """Kernels add the residual in place."""
+    return None if tensor is None else tensor.clone()
 
 
 def is_near(found: Tensor, wanted: Tensor, allowed: float) -> bool:

@@ -1,7 +1,8 @@
 """vLLM's own kernels for layers that are called outside its compiled pass.
 
 Where vLLM compiles its model, norms, activations and rotary embeddings are written in plain PyTorch, for the
-compiler to fuse: called as they stand, they launch several kernels each, or are compiled anew.
+compiler to fuse: called as they stand, they launch several kernels each, or are compiled anew. Attention is
+an operator that the compiler does not look into: what is in it can be called too, which is faster.
 """
 
 from __future__ import annotations
@@ -17,42 +18,46 @@ from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp
 from vllm.platforms import current_platform
 
+from lwkv.integrations.vllm.blending.model.replaced import replaced
+
 OPS = ("rms_norm", "silu_and_mul", "rotary_embedding")
 """vLLM's names for them."""
 
 
+DIRECT = "use_direct_call"
+"""The attribute of vLLM's attention that says whether it calls what it does, or an operator that does."""
+
+
 class EagerKernels:
-    """Puts in place what vLLM uses with `--enforce-eager`; with that, nothing changes.
+    """Puts in place what vLLM uses with `--enforce-eager`, and attention without an operator around it.
 
     Args:
         layers: of the decoder.
     """
 
     def __init__(self, layers: Sequence[nn.Module], vllm_config: Any) -> None:
-        ops = {id(part): part for layer in layers for part in layer.modules() if _is_known(part)}
+        parts = list({id(part): part for layer in layers for part in layer.modules()}.values())
         with set_current_vllm_config(vllm_config):
-            pairs = [(vars(op), _kernel(op), op._forward_method) for op in ops.values()]
-        self._pairs = [pair for pair in pairs if pair[1] != pair[2]]
+            kernels = [(vars(op), eager_kernel(op), op._forward_method) for op in parts if is_known(op)]
+        self._kernels = [pair for pair in kernels if pair[1] != pair[2]]
+        self._direct = [(vars(part), True, vars(part)[DIRECT]) for part in parts if DIRECT in vars(part)]
         self._priority = current_platform.get_default_ir_op_priority(_as_eager(vllm_config))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """While layers are called."""
-        with self._priority.set_priority(), ir.enable_torch_wrap(False):
-            for attributes, kernel, _ in self._pairs:
-                attributes["_forward_method"] = kernel
-            try:
-                yield
-            finally:
-                for attributes, _, own in self._pairs:
-                    attributes["_forward_method"] = own
+        kernels = replaced("_forward_method", self._kernels)
+        direct = replaced(DIRECT, self._direct)
+        with self._priority.set_priority(), ir.enable_torch_wrap(False), kernels, direct:
+            yield
 
 
-def _is_known(part: nn.Module) -> bool:
+def is_known(part: nn.Module) -> bool:
+    """Whether it is one of `OPS`."""
     return isinstance(part, CustomOp) and getattr(type(part), "name", None) in OPS
 
 
-def _kernel(op: Any) -> Any:
+def eager_kernel(op: Any) -> Any:
     """What vLLM would call in this place if it did not compile."""
     enforced, op._enforce_enable = op._enforce_enable, True
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from lwkv.integrations.vllm.blending.model.attention_hooks import keys_and_values, run_seen
 from lwkv.integrations.vllm.blending.model.calls import Call, Seen, States
+from lwkv.integrations.vllm.blending.model.flat_layer import FlatLayer, flat_layer
 from lwkv.integrations.vllm.blending.model.kernels import EagerKernels
 from lwkv.integrations.vllm.blending.model.row_attention import RowAttentions, RowMetadata, is_better
 from lwkv.integrations.vllm.blending.model.runs import Piece, pieces
@@ -59,6 +60,7 @@ class ModelLayers:
         self._layers: Sequence[nn.Module] = list(decoder.layers)
         self.num_layers = len(self._layers)
         self._kernels = EagerKernels([*self._layers, decoder.norm], vllm_config)
+        self.flat: list[FlatLayer | None] = [flat_layer(layer, vllm_config) for layer in self._layers]
         self.device = device
         known = vllm_config.compilation_config.static_forward_context
         self._attentions: Sequence[nn.Module] = [known[name] for name in names]
@@ -68,9 +70,15 @@ class ModelLayers:
         # One of its own: vLLM's keeps what its next step needs.
         self._builder = backend.get_builder_cls()(spec, list(names), vllm_config, device)
 
-    def eagerly(self) -> AbstractContextManager[None]:
-        """To be in place while layers are called: vLLM's kernels for layers that nobody compiles."""
-        return self._kernels.in_place()
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """To be in place while layers are called: vLLM's kernels for layers that nobody compiles.
+
+        It is entered for many layers: changing what is in each of them takes the host as long as a kernel.
+        """
+        by_rows = nullcontext() if self.row_attentions is None else self.row_attentions.in_place()
+        with self._kernels.in_place(), by_rows:
+            yield
 
     def embed(self, tokens: Int64s) -> States:
         """The states of `tokens` before the first layer."""
@@ -103,15 +111,15 @@ class ModelLayers:
 
     def run(self, layer: int, calls: Sequence[Call], states: States) -> States:
         """Compute all rows of a pass in one layer."""
-        done = [self._run(layer, call, states) for call in calls]
-        if len(done) == 1:
-            return done[0]
-        hidden, residual = zip(*done, strict=True)
-        return States(torch.cat(hidden), torch.cat(residual))
+        return _joined([self._run_flat(layer, call, states) for call in calls])
+
+    def run_modules(self, layer: int, calls: Sequence[Call], states: States) -> States:
+        """As `run`, by calling the layer's modules, to which something may be hooked."""
+        return _joined([self._run(layer, call, states) for call in calls])
 
     def run_seen(self, layer: int, calls: Sequence[Call], states: States) -> Seen:
         """As `run`; gives also what the layer's attention gets, and what it makes of it."""
-        return run_seen(self._attentions[layer], lambda: self.run(layer, calls, states))
+        return run_seen(self._attentions[layer], lambda: self.run_modules(layer, calls, states))
 
     def keys_and_values(self, layer: int, calls: Sequence[Call], states: States) -> tuple[Tensor, Tensor]:
         """K and V that `run` would write for its rows, (rows, kv heads, head size), and nothing behind them.
@@ -136,13 +144,17 @@ class ModelLayers:
             # Its kernels write to what they are given, which nobody needs any more.
             return States(*self._layers[layer](call.positions, states.hidden[call.rows], residual))
 
+    def _run_flat(self, layer: int, call: Call, states: States) -> States:
+        flat = self.flat[layer]
+        if flat is None or states.residual is None:
+            return self._run(layer, call, states)
+        with self.forward_context(call):
+            return States(*flat(call.positions, states.hidden[call.rows], states.residual[call.rows]))
+
     def forward_context(self, call: Call) -> AbstractContextManager[Any]:
         """vLLM's forward context for the rows of a call, whatever runs in it."""
-        both = ExitStack()
-        both.enter_context(override_forward_context(call.context))
-        if call.by_rows and self.row_attentions is not None:
-            both.enter_context(self.row_attentions.in_place())
-        return both
+        context: AbstractContextManager[Any] = override_forward_context(call.context)
+        return context
 
     def _call(
         self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: Piece, bounds: Tensor, seen: Tensor
@@ -187,6 +199,14 @@ class ModelLayers:
         # Experts are known by their names: else each takes the next name of a list, as in a pass over all.
         kept.all_moe_layers = None
         return Call(slice(cut.first, cut.last), positions, kept, by_rows)
+
+
+def _joined(done: Sequence[States]) -> States:
+    """The rows of all calls, in order."""
+    if len(done) == 1:
+        return done[0]
+    hidden, residual = zip(*done, strict=True)
+    return States(torch.cat(hidden), torch.cat(residual))
 
 
 def _bounds(cut: Piece) -> Int64s:

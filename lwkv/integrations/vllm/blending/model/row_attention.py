@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lwkv.blend.forward.attention import AttendPaged
+from lwkv.integrations.vllm.blending.model.replaced import replaced
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms.protocol import Int64s
 
@@ -77,7 +78,7 @@ class RowAttention:
 
 
 class RowAttentions:
-    """Puts `RowAttention` into all layers for as long as rows that stand far apart are computed.
+    """Puts `RowAttention` into all layers while these are called from here.
 
     Args:
         modules: vLLM's attention of each layer.
@@ -90,16 +91,9 @@ class RowAttentions:
             for module, cache in zip(modules, caches, strict=True)
         ]
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """For the time of a call."""
-        for attributes, row_attention, _ in self._pairs:
-            attributes["impl"] = row_attention
-        try:
-            yield
-        finally:
-            for attributes, _, own in self._pairs:
-                attributes["impl"] = own
+    def in_place(self) -> AbstractContextManager[None]:
+        """For the time of some calls, of rows that stand far apart or not."""
+        return replaced("impl", self._pairs)
 
 
 def is_better(ends: Int64s, first: int) -> bool:

@@ -59,7 +59,7 @@ class SettledBlocks:
             self._prefilling.discard(request_id)
 
     def wait(self, request_id: str) -> None:
-        """Learn that a request waits to be scheduled: it has no blocks, and computes nothing."""
+        """Learn that a request computes nothing: it waits, maybe with blocks for a blend, or ends."""
         self._in_place.pop(request_id, None)
         self._prefilling.discard(request_id)
 

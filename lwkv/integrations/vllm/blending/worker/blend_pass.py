@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +23,22 @@ from lwkv.platforms.protocol import Int64s
 T = TypeVar("T")
 
 Wait = Callable[[int], None]
+IsComing = Callable[[int], bool]
 
 LAYER_ROWS = 800
 """Rows that the device computes in a layer while the host launches it: few rows take as long as these.
 
 On an H200 with Llama-8B's shape, 0.7 ms a layer and 0.8 us a row.
 """
+
+ASKING_LAYERS = 2
+"""Layers that one takes as long as which is computed for a question: what it looks at is computed, too."""
+
+# The part of the whole that was done; None where what comes next waits for the device.
+Parts: TypeAlias = "Generator[float | None, None, T]"
+
+# The rows that were computed in a layer; None as above.
+LayerRows: TypeAlias = "Generator[int | None, None, T]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +91,39 @@ class BlendPass:
             assert question is not None, "a selector by attention needs one"
             self._asking = question, selector
 
-    def run(self, wait: Wait) -> Computed:
+    @torch.inference_mode()
+    def parts(self, wait: Wait, is_coming: IsComing = lambda _: False) -> Parts[Computed]:
         """Queue all of it on the current stream; the rows are read back wherever some are chosen by scores.
+
+        It stops between two layers, and gives the part of the whole that the first one was, about. That
+        depends on numbers of rows only, so that all ranks stop alike. Where it would wait, it gives None.
 
         Args:
             wait: returns when work queued from now on finds a layer's loads in the cache; called for every
                 layer, in order, and before that for some of them where a question asks.
-        """
-        return to_end(self.parts(wait))
-
-    @torch.inference_mode()
-    def parts(self, wait: Wait) -> Generator[float, None, Computed]:
-        """As `run`, and stops between two layers: gives the part of the whole that the first one was, about.
-
-        It depends on numbers of rows only, so that all ranks stop alike.
+            is_coming: whether work queued now would be kept waiting by a layer's loads.
         """
         whole, paid = self._planned_rows(), None
         if self._asking is not None:
-            asking = ask(self._layers, self._cache, self._reuse, *self._asking, wait)
-            paid = yield from self._counted(asking, whole)
-        self._choose_first(paid)
-        last = yield from self._counted(self._compute(wait), whole)
+            asking = ask(self._layers, self._cache, self._reuse, *self._asking, wait, is_coming)
+            paid = yield from self._counted(asking, whole, ASKING_LAYERS)
+        yield from self._choose_first(paid)
+        last = yield from self._counted(self._compute(wait, is_coming), whole)
         self._row_layers += last
         return Computed(len(self._positions) - len(self._always), self._row_layers)
 
-    def _counted(self, layers: Generator[int, None, T], whole: int) -> Generator[float, None, T]:
+    def _counted(self, layers: LayerRows[T], whole: int, as_layers: int = 1) -> Parts[T]:
         """Run layers that give their rows, and give the part of `whole` that each was."""
-        while True:
-            try:
-                rows = next(layers)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            self._row_layers += rows
-            yield (rows + LAYER_ROWS) / whole
+        with closing(layers):
+            while True:
+                try:
+                    rows = next(layers)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+                if rows is not None:
+                    self._row_layers += rows
+                yield None if rows is None else (rows + as_layers * LAYER_ROWS) / whole
 
     def _planned_rows(self) -> int:
         """The rows of all layers, about, and LAYER_ROWS for each."""
@@ -124,31 +134,35 @@ class BlendPass:
             rows.append(len(self._always) + round(self._reused * share))
         if self._asking is not None:
             question, selector = self._asking
-            rows += [len(asking_rows(self._reuse, question))] * (selector.layer + 1)
+            more = (ASKING_LAYERS - 1) * LAYER_ROWS
+            rows += [len(asking_rows(self._reuse, question)) + more] * (selector.layer + 1)
         return sum(rows) + LAYER_ROWS * len(rows)
 
-    def _compute(self, wait: Wait) -> Generator[int, None, int]:
+    def _compute(self, wait: Wait, is_coming: IsComing) -> LayerRows[int]:
         """Gives the rows of every layer but the last one, which are returned."""
         calls, states = self._begin()
         for layer in range(self._layers.num_layers):
+            if is_coming(layer):
+                yield None
             wait(layer)
             share = self._share_at(layer) if len(self._positions) else None
             if share is not None:
-                calls, states = self._choose(layer, share, calls, states)
+                calls, states = yield from self._choose(layer, share, calls, states)
             if len(self._positions):
                 states = self._layers.run(layer, calls, states)
             if layer < self._layers.num_layers - 1:
                 yield len(self._positions)
         return len(self._positions)
 
-    def _choose_first(self, paid: Tensor | None) -> None:
+    def _choose_first(self, paid: Tensor | None) -> Parts[None]:
         """Leave out what a selector knows before the first layer.
 
         Args:
             paid: what a question looks at, float32 (tokens,); None where none was asked.
         """
         if paid is not None:
-            self._keep(self._best(paid[self._cache.send(self._positions)], self._budget(self._share)))
+            mine = paid[self._cache.send(self._positions)]
+            self._keep((yield from self._best(mine, self._budget(self._share))))
         elif self._reused and 0 < self._share < 1 and isinstance(self._selector, AtStart):
             chosen = self._selector.choose(self._reuse, self._budget(self._share))
             self._keep(np.flatnonzero(np.isin(self._positions, self._reuse.with_always(chosen))))
@@ -174,13 +188,13 @@ class BlendPass:
 
     def _choose(
         self, layer: int, share: float, calls: list[Call], states: States
-    ) -> tuple[list[Call], States]:
+    ) -> Generator[None, None, tuple[list[Call], States]]:
         """Go on with the rows that are always computed, and those that have changed most."""
         assert self._checks is not None, "others choose before the first layer"
         new, rows = self._layers.keys_and_values(layer, calls, states), self._rows()
         scores = self._checks.score(*new, *self._cache.read(layer, rows))
         self._cache.write(layer, rows, *new)
-        kept = self._best(scores, self._budget(share), self._checks.threshold)
+        kept = yield from self._best(scores, self._budget(share), self._checks.threshold)
         self._keep(kept)
         if not len(kept):
             return [], states
@@ -189,15 +203,23 @@ class BlendPass:
         states = States(states.hidden[numbers], residual)
         return self._layers.calls(self._positions, self._reuse.prompt.slots), states
 
-    def _best(self, scores: Tensor, budget: int, threshold: float | None = None) -> Int64s:
-        """The numbers of the rows that are always computed, and of so many others with the highest scores."""
+    def _best(
+        self, scores: Tensor, budget: int, threshold: float | None = None
+    ) -> Generator[None, None, Int64s]:
+        """The numbers of the rows that are always computed, and of so many others with the highest scores.
+
+        Gives None once, when all is queued.
+        """
         scores = self._total(scores)
         always = np.isin(self._positions, self._always)
         on_device = self._cache.send(always.astype(np.int64)).bool()
         if threshold is not None:
             budget = min(budget, int(((scores >= threshold) & ~on_device).sum()))
         kept = top(scores, on_device, min(int(always.sum()) + budget, len(always)))
-        return closed(kept.cpu().numpy(), self._positions, self._layers.most_gap)
+        with self._cache.read_back(kept) as read:
+            yield None
+            numbers = read()
+        return closed(numbers, self._positions, self._layers.most_gap)
 
     def _keep(self, numbers: Int64s) -> None:
         self._positions = self._positions[numbers]
@@ -205,13 +227,3 @@ class BlendPass:
     def _budget(self, share: float) -> int:
         """How many reused tokens may be computed: one at least."""
         return min(max(round(self._reused * share), 1), self._reused)
-
-
-def to_end(parts: Generator[object, None, T]) -> T:
-    """Run all parts, and give what comes of them."""
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            result: T = end.value
-            return result

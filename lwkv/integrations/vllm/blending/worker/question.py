@@ -38,14 +38,15 @@ def ask(
     question: Question,
     selector: ByAttention,
     wait: Callable[[int], None],
-) -> Generator[int, None, Tensor]:
+    is_coming: Callable[[int], bool],
+) -> Generator[int | None, None, Tensor]:
     """What the question pays to each of the prompt's tokens; gives the rows computed for it, layer by layer.
 
     The rows that are computed in any case are computed over what is reused, and are in the cache behind it.
 
     Args:
         reuse: of the prompt, which has the question's rows, too, or ends in front of them.
-        wait: as in `BlendPass.run`.
+        wait, is_coming: as in `BlendPass.parts`; where a layer's loads are coming, it gives None.
 
     Returns: float32 (tokens,), on the device.
     """
@@ -56,6 +57,8 @@ def ask(
     states, calls = layers.embed(question.tokens[positions]), layers.calls(positions, question.slots)
     paid = torch.zeros(len(question.tokens), device=there.device)
     for layer in range(selector.layer + 1):
+        if is_coming(layer):
+            yield None
         wait(layer)
         if layer < selector.first_layer:
             states = layers.run(layer, calls, states)

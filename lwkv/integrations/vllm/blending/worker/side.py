@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -19,11 +19,12 @@ from lwkv.blend.selector import ByAttention, Deviation, Selector
 from lwkv.errors import DEVICE_FAILURES
 from lwkv.integrations.vllm.blending.model.calls import Layers
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
-from lwkv.integrations.vllm.blending.worker.blend_pass import BlendPass, Computed, Wait
+from lwkv.integrations.vllm.blending.worker.blend_pass import BlendPass, Computed, Parts
 from lwkv.integrations.vllm.blending.worker.question import Question
 from lwkv.integrations.vllm.blending.worker.ranks import Ranks
 from lwkv.integrations.vllm.blending.worker.share import ControlledShare, TimedBlend
 from lwkv.keys import ChunkKey
+from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.platforms.protocol import Int64s
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -40,11 +41,12 @@ class Blend:
     """An order that is being carried out.
 
     Attributes:
-        parts: gives the part of the whole that each layer was, and at last whether all has arrived.
+        parts: gives the part of the whole that each layer was, None where the next one can wait for a later
+            step, and at last whether all has arrived.
     """
 
     order: BlendOrder
-    parts: Generator[float, None, bool]
+    parts: Parts[bool]
 
 
 class BlendWorker:
@@ -188,12 +190,18 @@ class BlendWorker:
         return Blend(order, self._parts(order, loads))
 
     def _go_on(self, blend: Blend, most: float) -> bool:
-        """Do a part of a blend, `most` and up to a layer more; whether it has ended."""
-        done = 0.0
+        """Do a part of a blend, `most` and up to a layer more; whether it has ended.
+
+        The part ends before the device is waited for, unless all is to be done.
+        """
+        done, is_part = 0.0, most < math.inf
         with self._calling():
             try:
                 while done < most:
-                    done += next(blend.parts)
+                    part = next(blend.parts)
+                    if part is None and is_part:
+                        return False
+                    done += part or 0.0
                 return False
             except StopIteration as end:
                 arrived = end.value
@@ -227,7 +235,7 @@ class BlendWorker:
         self._counters.add("blend_segments_encoded")
         self._counters.add("blend_tokens_encoded", len(order.tokens))
 
-    def _parts(self, order: BlendOrder, loads: Sequence[SegmentLoad]) -> Generator[float, None, bool]:
+    def _parts(self, order: BlendOrder, loads: Sequence[SegmentLoad]) -> Parts[bool]:
         """Whether all that was promised has arrived: else what was computed may rest on garbage."""
         prompt = _computed(order)
         # No step waits for a tier below because of a segment, which was brought from there if it was in time.
@@ -239,11 +247,12 @@ class BlendWorker:
             reuse = lay_out(prompt, loads, self._ranks.least(retrieval.hold()))
             chosen = self._choose_share(order, reuse)
             computation = self._pass(order, reuse, self.share if chosen is None else chosen.share)
+            if order.waiting is not None:
+                yield None  # the step in which vLLM has planned the prompt has taken the host long enough
             promised = retrieval.open()
-            # A layer is waited for when the one behind it is queued.
-            computed = yield from self._compute(
-                computation, chosen, lambda layer: retrieval.advance(layer + 1)
-            )
+            if order.waiting is not None:
+                yield None  # the link brings the first layers while others' step computes
+            computed = yield from self._compute(computation, chosen, retrieval)
             masks = retrieval.finish()
         lost = [int(mask.sum()) < count for mask, count in zip(masks, promised, strict=True)]
         for load, mask, is_lost in zip(loads, masks, lost, strict=True):
@@ -264,10 +273,15 @@ class BlendWorker:
         return self.controlled.choose(reuse, self.share)
 
     def _compute(
-        self, computation: BlendPass, chosen: TimedBlend | None, wait: Wait
-    ) -> Generator[float, None, Computed]:
+        self, computation: BlendPass, chosen: TimedBlend | None, retrieval: BatchRetrieval
+    ) -> Parts[Computed]:
+        def wait(layer: int) -> None:
+            retrieval.advance(layer + 1)  # a layer is waited for when the one behind it is queued
+
         if self.controlled is None or chosen is None:
-            return (yield from computation.parts(wait))
+            # What has come on one rank need not have come on others, which are to stop alike.
+            coming = (lambda _: False) if self._ranks.are_several else retrieval.is_coming
+            return (yield from computation.parts(wait, coming))
         computed = yield from computation.parts(self.controlled.timed(chosen, wait))
         chosen.pace.end()
         return computed

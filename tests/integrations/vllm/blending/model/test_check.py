@@ -38,6 +38,7 @@ class Layers:
         self.num_by_rows, self.kernel_is_off_by = 0, 1.0
         self.scaled = self.other_keys = 1.0
         self.spoils: Callable[[int, Tensor], Tensor] = lambda layer, hidden: hidden
+        self.flat: list[Any] = [torch.clone, None, torch.neg][: self.num_layers]
 
     def eagerly(self) -> Any:
         return nullcontext()
@@ -50,6 +51,11 @@ class Layers:
         return [Call(slice(0, len(positions)), there, (positions, slots), bool(by_rows))]
 
     def run(self, layer: int, calls: Sequence[Call], states: States) -> States:
+        states = self.run_modules(layer, calls, states)
+        flat = self.flat[layer]
+        return states if flat is None else States(flat(states.hidden), None)
+
+    def run_modules(self, layer: int, calls: Sequence[Call], states: States) -> States:
         (call,) = calls
         at, slots = call.context
         turned = call.positions if layer != self.unturned else torch.zeros_like(call.positions)
@@ -67,11 +73,11 @@ class Layers:
         return States(self.spoils(layer, hidden), None)
 
     def keys_and_values(self, layer: int, calls: Sequence[Call], states: States) -> tuple[Tensor, Tensor]:
-        self.run(layer, calls, states)
+        self.run_modules(layer, calls, states)
         return self.written[0] * self.other_keys, self.written[1]
 
     def run_seen(self, layer: int, calls: Sequence[Call], states: States) -> Seen:
-        return Seen(self.run(layer, calls, states), *self.seen)
+        return Seen(self.run_modules(layer, calls, states), *self.seen)
 
     def finish(self, states: States) -> Tensor:
         return states.hidden
@@ -92,7 +98,7 @@ class Model:
         spoils, self._layers.spoils = self._layers.spoils, lambda layer, hidden: hidden
         states = self._layers.embed(input_ids.numpy())
         for layer in range(self._layers.num_layers):
-            states = self._layers.run(layer, [self._layers.current], states)
+            states = self._layers.run_modules(layer, [self._layers.current], states)
         self._layers.spoils = spoils
         return self.returns(states.hidden)
 
@@ -253,3 +259,9 @@ def test_tokens_computed_apart_that_see_other_keys_are_refused(rig: Rig) -> None
     rig.layers.run = blind  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="computed apart over cached keys differ"):
         rig.run()
+
+
+def test_a_layer_that_differs_without_its_modules_is_called_with_them(rig: Rig) -> None:
+    assert [flat is None for flat in rig.layers.flat] == [False, True, False]
+    rig.run()
+    assert rig.layers.flat == [torch.clone, None, None]
