@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import partial
 
 from lwkv.background.exit import waitable
 from lwkv.background.workers import Workers
 from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.storage import StorageManager
+from lwkv.storage.prefetch import Group
 
 NUM_THREADS = 2
 MOST_WAITING = 16
@@ -26,9 +28,8 @@ class BringUp:
         timeout_s: seconds that the chunks of one request may take; what has arrived by then is kept.
     """
 
-    def __init__(self, storage: StorageManager, num_layers: int, timeout_s: float) -> None:
+    def __init__(self, storage: StorageManager, timeout_s: float) -> None:
         self._storage = storage
-        self._layers = range(num_layers)
         self._timeout_s = timeout_s
         self._workers = Workers("bring-up", NUM_THREADS)
         self._under_way: set[tuple[str, str]] = set()
@@ -62,8 +63,12 @@ class BringUp:
         return self._workers.close(timeout_s)
 
     def _bring(self, namespace: str, hashes: Sequence[str], first: int) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        deadline, ended = time.monotonic() + self._timeout_s, threading.Event()
         hold = self._storage.hold(page_keys(namespace, hashes), first)
-        wait(self._storage.layerwise_batched_get(hold, self._layers), waitable(deadline - time.monotonic()))
-        # What is complete becomes part of host memory now; the rest goes back.
-        hold.release()
+        with ExitStack() as ending:
+            # What is complete becomes part of host memory then; the rest goes back.
+            ending.callback(hold.release)
+            group = Group(hold, lambda _: ended.set())
+            group.ask(self._storage)
+            ended.wait(waitable(deadline - time.monotonic()))
+            group.cancel()

@@ -70,7 +70,7 @@ class CacheLink:
         connector, storage = engine.connector, engine.parts().storage
         streams = ModelStreams(connector.platform, connector.device, forward_stream)
         self._promises = Promises(storage.host, storage.most_chunks // 2)
-        self._bring_up = BringUp(storage, engine.num_layers, self._timeout_s)
+        self._bring_up = BringUp(storage, self._timeout_s)
         self._loads = Loads(engine, self._promises, num_layers, streams)
         self._offloads = Offloads(engine, Order(streams))
         self.layer_counter = LayerCounter(self._loads, num_layers)
@@ -128,9 +128,12 @@ class CacheLink:
 
         What was handed over since is begun, and loads that are over are given back.
         """
-        self._loads.next_round()
-        self._promises.expire()
-        return self._offloads.num_completed()
+        # Only what has something to do: an idle scheduler asks thousands of times a second.
+        if self._loads.have_ended:
+            self._loads.next_round()
+        if self._promises.by_request:
+            self._promises.expire()
+        return self._offloads.num_completed() if self._offloads.queued else len(self._offloads.results)
 
     def pop_completed_offload(self) -> bool:
         return self._offloads.pop()

@@ -15,7 +15,13 @@ from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.integrations.host_memory import wait_for_memory
 from lwkv.integrations.sglang.link import CacheLink
-from lwkv.integrations.sglang.pools import Rank, describe, device_of, refuse_components
+from lwkv.integrations.sglang.pools import (
+    Rank,
+    describe,
+    device_of,
+    refuse_algorithm,
+    refuse_components,
+)
 from lwkv.integrations.sglang.settings import read_settings
 from lwkv.integrations.sglang.statistics import Statistics
 from lwkv.integrations.sglang.versions import check_version
@@ -47,6 +53,7 @@ class LWKVLinker(UnifiedCacheLinker):
     ) -> None:
         check_version(sglang_version)
         refuse_components([component.name for component in components])
+        refuse_algorithm(getattr(server_args, "speculative_algorithm", None))
         settings = read_settings(extra_config, int(params.page_size))
         rank, num_ranks = _rank(params)
         flush_name = _common_name(params.tp_cache_group) if num_ranks > 1 else None

@@ -42,7 +42,7 @@ class Batch:
 
     Attributes:
         is_whole: whether all of its promises could be kept.
-        waited_for: layers that the model has waited for.
+        waited_for: layers that it has waited for; all of them once the batch is over.
     """
 
     load: PinnedLoad
@@ -70,7 +70,6 @@ class Loads:
         self._clock = clock
         self._rest_until = -math.inf
         self._parts = engine.parts()
-        self._all_layers = engine.num_layers
         self._promises = promises
         self._num_layers = num_layers
         self._streams = streams
@@ -80,6 +79,11 @@ class Loads:
         self._answered: list[PinnedLoad] = []
         self._last = NO_BATCH
         self._throttle = LogThrottle(log)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether `next_round` has something to do."""
+        return bool(self._ended or self._answered)
 
     @property
     def may_offer(self) -> bool:
@@ -118,14 +122,9 @@ class Loads:
         self._batches[self._last] = Batch(load, is_whole=len(kept) == len(loads))
         return self._last
 
-    def wait(self, number: int, layer: int) -> None:
-        """Make the current stream wait for `layer` of a batch; nothing for one that is over, or twice."""
-        batch = self._batches.get(number)
-        if batch is None or layer < batch.waited_for:
-            return
-        batch.waited_for = layer + 1
-        is_last = batch.waited_for >= self._num_layers
-        batch.load.wait(self._all_layers - 1 if is_last else layer)
+    def batch(self, number: int) -> Batch | None:
+        """The batch of this number; None where it is over."""
+        return self._batches.get(number)
 
     def finish(self, number: int) -> bool:
         """End a batch: whether every token of it has been loaded before the model used it.
@@ -138,12 +137,13 @@ class Loads:
         loaded = batch.load.finish()
         # Not yet given back: the model computes now, and then SGLang has an answer to send.
         self._ended.append(batch.load)
-        if batch.waited_for < self._num_layers:
+        waited_for, batch.waited_for = batch.waited_for, self._num_layers
+        if waited_for < self._num_layers:
             self._rest_until = math.inf
             self._throttle.warn(
                 "the model waited for %d of %d layers of a load: its attention does not ask SGLang's pool "
                 "for every layer. These requests fail, and from now on nothing is loaded",
-                *(batch.waited_for, self._num_layers),
+                *(waited_for, self._num_layers),
             )
             return False
         if batch.is_whole and loaded:
@@ -158,6 +158,7 @@ class Loads:
         self._queued = {}
         batches, self._batches = self._batches, {}
         for batch in batches.values():
+            batch.waited_for = self._num_layers
             batch.load.finish()
             self._ended.append(batch.load)
         self.give_back()
@@ -168,10 +169,9 @@ class Loads:
         Called in every round of SGLang's scheduler. With overlap a batch is answered in the round behind the
         one that launches it.
         """
-        if self._answered or self._ended:
-            for load in self._answered:
-                load.give_back()
-            self._answered, self._ended = self._ended, []
+        for load in self._answered:
+            load.give_back()
+        self._answered, self._ended = self._ended, []
 
     def give_back(self) -> None:
         """The same of all that has ended."""
@@ -195,7 +195,8 @@ class LayerCounter:
 
     def __init__(self, loads: Loads, num_layers: int) -> None:
         self._loads = loads
-        self._last = NO_BATCH, -1
+        self._number = NO_BATCH
+        self._batch: Batch | None = None
         self.num_layers = num_layers
         self.consumer_index = NO_BATCH
 
@@ -203,10 +204,21 @@ class LayerCounter:
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Make the current stream wait for `layer`, counted in the pool, and queue what comes next."""
-        if self.consumer_index < 0:
+        """Make the current stream wait for `layer`, counted in the pool, and queue what comes next.
+
+        With the pool's last layer it waits for those of draft models, too. Nothing is done twice, nor for a
+        batch that is over.
+        """
+        number = self.consumer_index
+        if number < 0:
             return
-        asked = self.consumer_index, layer
-        if asked != self._last:  # the pool asks for K and for V
-            self._last = asked
-            self._loads.wait(*asked)
+        if number != self._number:
+            self._batch = self._loads.batch(number)
+            self._number = NO_BATCH if self._batch is None else number
+        batch = self._batch
+        if batch is not None and layer >= batch.waited_for:  # the pool asks for K and for V
+            if layer + 1 < self.num_layers:
+                # Layers arrive together; but the pool's last is always waited for, with those of drafts.
+                batch.waited_for = min(batch.load.wait(layer), self.num_layers - 1)
+            else:
+                batch.waited_for = batch.load.wait(batch.load.last_layer)

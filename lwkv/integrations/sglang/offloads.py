@@ -23,42 +23,46 @@ class Offloads:
 
     Args:
         order: for stores alone.
+
+    Attributes:
+        queued: what the next batch has to store.
+        results: of stores that are over and not taken, oldest first: whether all was stored.
     """
 
     def __init__(self, engine: CacheEngine, order: Order) -> None:
         self._engine = engine
         self._parts = engine.parts()
         self._order = order
-        self._queued: list[KeyedChunks] = []
-        self._results: deque[bool] = deque()
+        self.queued: list[KeyedChunks] = []
+        self.results: deque[bool] = deque()
 
     def queue(self, request: KeyedChunks) -> None:
         """Take pages for the next batch; they must not change before their completion has been taken."""
         # Now, and not when the batch starts: the next forward pass is not to be waited for.
         self._order.catch_up()
-        self._queued.append(request)
+        self.queued.append(request)
 
     def num_completed(self) -> int:
         """Start what is queued, and count what is over and not taken."""
-        if self._queued:
+        if self.queued:
             self._start()
-        return len(self._results)
+        return len(self.results)
 
     def pop(self) -> bool:
         """Take the oldest one that is over: whether all of its pages are in host memory."""
-        return self._results.popleft()
+        return self.results.popleft()
 
     def clear(self, timeout_s: float) -> bool:
         """Forget all of them once nothing reads the pages; False if that takes over `timeout_s` seconds."""
-        self._queued = []
+        self.queued = []
         idle = self._parts.completions.wait_idle(timeout_s)
         # Another one: what is late ends in the former, whenever that is.
-        self._results = deque()
+        self.results = deque()
         return idle
 
     def _start(self) -> None:
-        requests, self._queued = self._queued, []
-        end, storing = partial(self._end, self._results, requests), None
+        requests, self.queued = self.queued, []
+        end, storing = partial(self._end, self.results, requests), None
         with DeviceFailuresTo(_note_failure), self._order.use():
             storing = self._engine.storing(requests)
             storing.commit(end)

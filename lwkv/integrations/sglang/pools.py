@@ -15,7 +15,16 @@ from lwkv.layouts.registration import Registered
 from lwkv.metadata import CacheMetadata
 
 MHA, MLA = "MHATokenToKVPool", "MLATokenToKVPool"
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+"""SGLang's speculative decoding where drafts have a KV pool of their own on the model's slots, or none."""
 _MODEL = ("quantization", "dtype", "kv_cache_dtype", "quantization_param_path", "json_model_override_args")
+_DRAFT = (
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
+)
 
 
 class Rank(NamedTuple):
@@ -76,6 +85,15 @@ def refuse_components(components: Sequence[str]) -> None:
         )
 
 
+def refuse_algorithm(algorithm: str | None) -> None:
+    """Raise ConfigError for speculative decoding that may keep its drafts where lwkv does not see them."""
+    if algorithm and algorithm.upper() not in ALGORITHMS:
+        raise ConfigError(
+            f"speculative_algorithm: got {algorithm}; beside lwkv SGLang may have {', '.join(ALGORITHMS)}: "
+            "choose one of these, or run it without an external linker"
+        )
+
+
 def _read(pool: Any) -> tuple[list[Registered], KVSpec]:
     """The layers of one pool, and what is in each of them."""
     kind = type(pool).__name__
@@ -132,9 +150,8 @@ def _refuse_scales(pool: Any, name: str) -> None:
 def _revision(server_args: Any) -> str:
     """What else the bytes of a prompt depend on: weights, and how they are read and used."""
     revision = str(getattr(server_args, "revision", None) or "")
-    values = {name: value for name in _MODEL if (value := getattr(server_args, name, None))}
-    if getattr(server_args, "speculative_algorithm", None):
-        values["draft"] = getattr(server_args, "speculative_draft_model_path", None)
+    names = (*_MODEL, *_DRAFT) if getattr(server_args, "speculative_algorithm", None) else _MODEL
+    values = {name: value for name in names if (value := getattr(server_args, name, None))}
     return f"{revision} {json.dumps(values, sort_keys=True, default=str)}".strip()
 
 

@@ -49,6 +49,7 @@ class Promises:
         most_chunks: that may be pinned for requests other than the last one.
 
     Attributes:
+        by_request: those that were made and not taken, by the request's name.
         chains: the order of the pages that were asked for.
     """
 
@@ -58,19 +59,19 @@ class Promises:
         self._host = host
         self._most_chunks = most_chunks
         self._clock = clock
-        self._by_request: OrderedDict[str, Promise] = OrderedDict()
+        self.by_request: OrderedDict[str, Promise] = OrderedDict()
         self._pinned = 0
         self.chains = Chains()
 
     def __len__(self) -> int:
-        return len(self._by_request)
+        return len(self.by_request)
 
     def promise(self, rid: str, namespace: str, hashes: Sequence[str]) -> Promise:
         """Pin the longest prefix of `hashes` that is in host memory for request `rid`, from now on.
 
         What the request was promised before is kept if it asks for the same pages, else given up.
         """
-        promise = self._by_request.pop(rid, None)
+        promise = self.by_request.pop(rid, None)
         if promise is not None and not promise.answers(hashes):
             self._unpin(promise)
             promise = None
@@ -79,13 +80,13 @@ class Promises:
             self.chains.note(hashes)
         self._extend(promise, namespace)
         promise.until = self._clock() + PROMISE_S
-        self._by_request[rid] = promise
+        self.by_request[rid] = promise
         self._end_oldest(promise)
         return promise
 
     def take(self, rid: str, hashes: Sequence[str]) -> Promise | None:
         """Take over what a request was promised, for `unpin`; None where that was not all of `hashes`."""
-        promise = self._by_request.pop(rid, None)
+        promise = self.by_request.pop(rid, None)
         if promise is None:
             return None
         self._pinned -= len(promise.chunks)
@@ -103,11 +104,11 @@ class Promises:
 
     def expire(self) -> None:
         """End what nobody has asked for again in time."""
-        while self._by_request and next(iter(self._by_request.values())).until <= self._clock():
+        while self.by_request and next(iter(self.by_request.values())).until <= self._clock():
             self._end_first()
 
     def clear(self) -> None:
-        while self._by_request:
+        while self.by_request:
             self._end_first()
 
     def _extend(self, promise: Promise, namespace: str) -> None:
@@ -127,7 +128,7 @@ class Promises:
             self._end_first()
 
     def _end_first(self) -> None:
-        _, promise = self._by_request.popitem(last=False)
+        _, promise = self.by_request.popitem(last=False)
         self._unpin(promise)
 
     def _unpin(self, promise: Promise) -> None:

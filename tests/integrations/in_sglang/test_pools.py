@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from integrations.in_sglang.pools_child import KINDS
+from integrations.in_sglang.pools_child import PAGED_KINDS
 from integrations.in_sglang.rig import ENVIRONMENT
 
 
@@ -18,7 +18,7 @@ def tried() -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PAGED_KINDS)
 def test_what_is_stored_from_a_pool_is_read_from_it_again(
     kind: str, tried: subprocess.CompletedProcess[str]
 ) -> None:

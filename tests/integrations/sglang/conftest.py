@@ -15,7 +15,8 @@ PAGE = 4
 
 @pytest.fixture
 def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., FakeSGLang]]:
-    """Makes a worker: its pool's form, a page's size, layers of drafts, and settings of `Oracle.engine`."""
+    """Makes a worker: its pool's form, a page's size, layers of the target and of drafts, whether the model
+    is late, and settings of `Oracle.engine`."""
     made: list[FakeSGLang] = []
 
     def make(
@@ -26,15 +27,17 @@ def make(platform: Platform, device: torch.device) -> Iterator[Callable[..., Fak
         num_ranks: int = 1,
         stream: bool = True,
         drafts: int = 0,
+        layers: int = 3,
+        late: bool = True,
         dtype: torch.dtype = torch.float32,
         **settings: Any,
     ) -> FakeSGLang:
         # Pages of the tensor are SGLang's only where heads come first in it.
-        oracle = Oracle(platform, device, form, Dims(3 + drafts, device_pages, page, dtype=dtype))
-        engine = oracle.engine(page, **{"pages": 3 * 64, "load_streams": 1, **settings})
+        oracle = Oracle(platform, device, form, Dims(layers + drafts, device_pages, page, dtype=dtype))
+        engine = oracle.engine(page, **{"pages": layers * 64, "load_streams": 1, **settings})
         forward = platform.new_stream(device) if stream else None
         if platform.name == "cpu" and forward is not None:
-            forward.late = True  # nothing of the model is done before somebody waits for it
+            forward.late = late  # if so, nothing of the model is done before somebody waits for it
         made.append(FakeSGLang(oracle, engine, forward, num_ranks, forgets, drafts))
         return made[-1]
 

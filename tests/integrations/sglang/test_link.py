@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from oracle import MemoryTier, held_completions, require_rest
 from lwkv.integrations.sglang.link import MOST_LENGTHS
 from lwkv.integrations.sglang.loads import REST_S
 from lwkv.integrations.sglang.page_keys import page_keys
+from lwkv.pipeline.pinned_load import PinnedLoad
 from lwkv.platforms import CopyBatch
 from lwkv.storage import Status
 
@@ -52,6 +54,37 @@ def test_layers_of_draft_models_come_back_with_the_last_of_the_target(make: Make
     sglang.evict()
     one, other = sglang.run(A, B)
     assert (one.from_host, other.from_host) == (5, 5)
+
+
+@pytest.mark.parametrize(("layers", "drafts"), [(4, 1), (4, 4), (5, 6)])
+def test_drafts_are_waited_for_where_layers_of_the_target_arrive_together(
+    make: Make, monkeypatch: pytest.MonkeyPatch, layers: int, drafts: int
+) -> None:
+    sglang = make(
+        layers=layers, drafts=drafts, late=False, pages=64 * (layers + drafts), staging_bytes=1 << 20
+    )
+    platform, load_batch = sglang.oracle.platform, sglang.oracle.platform.load_batch
+    sglang.run(A)
+    sglang.evict()
+    waited: list[int] = []
+
+    def wait(load: PinnedLoad, layer: int) -> int:
+        waited.append(layer)
+        return wait_for(load, layer)
+
+    wait_for = PinnedLoad.wait
+    monkeypatch.setattr(PinnedLoad, "wait", wait)
+    if platform.name == "cpu":
+
+        def slowly(*arguments: Any) -> None:
+            platform.launch(arguments[-1], lambda *_: time.sleep(0.02))
+            load_batch(*arguments)
+
+        monkeypatch.setattr(platform, "load_batch", slowly)
+    (again,) = sglang.run(A)
+    assert again.from_host == 5
+    assert waited[-1] == layers + drafts - 1
+    sglang.oracle.check()
 
 
 def test_only_what_the_device_lacks_is_asked_for_and_loaded(make: Make) -> None:
@@ -113,6 +146,15 @@ def test_waits_that_come_again_or_for_a_batch_that_is_over_do_nothing(make: Make
         sglang.decode(0)
         sglang.decode(-1)
     assert (waits, loads) == ([], [])
+
+
+def test_a_number_that_was_waited_for_before_its_batch_has_begun_is_waited_for(make: Make) -> None:
+    sglang = make()
+    sglang.run(A)
+    sglang.evict()
+    sglang.decode(0)
+    (loaded,) = sglang.run(A)
+    assert (loaded.from_host, sglang.aborted) == (5, [])
 
 
 def test_a_step_without_loads_has_no_batch(make: Make) -> None:
@@ -459,7 +501,10 @@ class TestLowerTiers:
         for _ in range(3):
             sglang.match(prompt)
             assert sglang.link._bring_up.wait_idle(10)
-        assert len(tier.asked) == 5 * sglang.oracle.dims.layers
+        layers = sglang.oracle.dims.layers
+        assert len(tier.asked) == 5 * layers
+        chunks = [key.chunk for key in tier.asked]
+        assert all(len({*chunks[i : i + layers]}) == 1 for i in range(0, len(chunks), layers)), "by one call"
 
     @pytest.mark.parametrize("status", [Status.ERROR, Status.MISS])
     def test_what_a_tier_does_not_bring_is_computed(self, make: Make, status: Status) -> None:

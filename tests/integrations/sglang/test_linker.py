@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 import torch
 from integrations.sglang.test_pools import mha, mla
 
+import lwkv
 from lwkv.engine import CacheEngine
 from lwkv.errors import ConfigError
 from lwkv.integrations.host_memory import MEMORY_S
+from lwkv.integrations.sglang.pools import ALGORITHMS
 
 LINKER = "lwkv.integrations.sglang.linker"
 MODULES: dict[str, dict[str, Any]] = {
@@ -62,7 +66,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     def make(pool: Any = None, version: str = "0.5.23", metrics: bool = False, **params: Any) -> Any:
         monkeypatch.setattr(sys.modules["sglang.version"], "__version__", version)
         arguments = SimpleNamespace(
-            model_path="some/model", served_model_name="model", enable_metrics=metrics
+            model_path="some/model",
+            served_model_name="model",
+            enable_metrics=metrics,
+            speculative_algorithm=params.pop("algorithm", None),
         )
         allocator = SimpleNamespace(get_kvcache=lambda: pool or mha())
         defaults = {
@@ -91,6 +98,16 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         linker.close()
     sys.modules.pop(LINKER, None)
     sys.modules.pop("lwkv.integrations.sglang.statistics", None)
+
+
+def test_no_other_module_of_the_package_imports_sglang() -> None:
+    """What drives engines in benchmarks is none of it."""
+    package = Path(lwkv.__file__).parent
+    importing = re.compile(r"^\s*(import|from) sglang\b", re.MULTILINE)
+    found = [
+        path.relative_to(package) for path in package.rglob("*.py") if importing.search(path.read_text())
+    ]
+    assert [str(path) for path in found if path.parts[0] != "benchmarks"] == ["integrations/sglang/linker.py"]
 
 
 def test_it_has_what_sglang_reads_of_it(make: Callable[..., Any]) -> None:
@@ -129,11 +146,24 @@ def test_drafts_are_waited_for_with_the_last_layer(make: Callable[..., Any]) -> 
         ({"page_size": 0}, "chunk_size"),
         ({"components": [FULL, SimpleNamespace(name="SWA")]}, "SWA"),
         ({"components": [FULL, SimpleNamespace(name="MAMBA")]}, "MAMBA"),
+        (
+            {"algorithm": "DFLASH"},
+            "speculative_algorithm: got DFLASH; .* EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM",
+        ),
+        ({"algorithm": "FROZEN_KV_MTP"}, "speculative_algorithm: got FROZEN_KV_MTP"),
+        ({"mtp_draft_device_pools": (SimpleNamespace(),)}, "pool SimpleNamespace is not supported"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[..., Any], changed: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make(**changed)
+
+
+@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
+def test_drafts_of_these_algorithms_are_moved(make: Callable[..., Any], algorithm: str | None) -> None:
+    drafts = () if algorithm in (None, "NGRAM") else (mha(1),)
+    linker = make(algorithm=algorithm, sidecar_draft_device_pools=drafts)
+    assert linker.link.engine.num_layers == 3 + len(drafts)
 
 
 def test_ranks_have_the_same_names_after_a_flush(

@@ -91,6 +91,13 @@ def test_everything_that_changes_bytes_changes_the_namespace() -> None:
         namespace(mha(), dtype="float16"),
         namespace(mha(), json_model_override_args='{"rope_theta": 1}'),
         namespace(mha(), speculative_algorithm="EAGLE", speculative_draft_model_path="draft"),
+        namespace(mha(), speculative_algorithm="STANDALONE", speculative_draft_model_path="draft"),
+        namespace(
+            mha(),
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path="draft",
+            speculative_draft_model_revision="main",
+        ),
         namespace(mha(), model_path="another/model"),
     ]
     assert len({namespace(mha()), *others}) == len(others) + 1
