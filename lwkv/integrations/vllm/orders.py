@@ -85,6 +85,8 @@ class StepOrders:
         ended: requests that have ended, whose blocks vLLM keeps until this step has stored out of them.
         is_timed: whether all ranks are to report, so that the scheduler learns how long the step took.
         fetches: begin with this step, and go on beside the steps after it.
+        stopped: numbers of fetches that bring nothing more, since their request is computed in the step; what
+            they have brought is still needed.
         released: numbers of fetches whose chunks are not needed any more.
         blends: prompts that are blended before the step's layers compute, or in this and later steps.
         encodes: segments that are computed alone before that, in blocks that the step's layers fill.
@@ -104,6 +106,7 @@ class StepOrders:
     encodes: Sequence[EncodeOrder] = field(default=())
     is_empty: bool = False
     load_within_s: float = float("inf")
+    stopped: Sequence[int] = field(default=())
 
     @property
     def moves_anything(self) -> bool:

@@ -356,7 +356,7 @@ class Scripted:
             self.waiting.remove(request)
             self.running.append(request)
             request.blocks, request.computed = [*hit, *more], own + loaded
-            self.scheduler.allocated(request, request.blocks, loaded)
+            self.scheduler.allocated(request, [request.blocks], loaded)
             self.loaded += loaded
             (cached if request.is_resumed else new).append(
                 (request, list(request.blocks), request.is_resumed)

@@ -53,6 +53,7 @@ class Model:
 @dataclass
 class Group:
     keys: list[ChunkKey]
+    missing: int
     asked: float
     fetch: FetchUnderWay | None
     ends: list[float]  # of each layer
@@ -94,12 +95,22 @@ class Tier:
 
 
 class Worker:
-    """One rank: fetches as Prefetches does, and reports."""
+    """One rank: fetches as Prefetches does, which test_simulated.py compares it with, and reports.
+
+    But what was asked for is read to its end: where it is not wanted any more, Prefetches cancels the calls
+    that have not begun.
+
+    Attributes:
+        num_read: chunks that its tier was asked for.
+        in_vain: chunks that were read when nobody wanted them any more.
+    """
 
     def __init__(self, rank: int, tier: Tier) -> None:
         self.info = RankInfo(rank, f"model{rank}", 1, LAYERS, CHUNK_BYTES // LAYERS, most_chunks=400)
         self.tier = tier
+        self.num_read = 0
         self.kept: set[bytes] = set()
+        self.in_vain = 0
         self._waiting: deque[FetchUnderWay] = deque()
         self._open: dict[int, FetchUnderWay] = {}
         self._under_way: list[Group] = []
@@ -112,6 +123,8 @@ class Worker:
             self._open.pop(number, FetchUnderWay(0, [], 0)).is_released = True
         for fetch in orders.fetches:
             self._begin(fetch)
+        for number in orders.stopped:
+            self._stop(self._open[number])
         self._ask(now)
 
     def load(self, move: Move, now: float) -> float:
@@ -141,6 +154,11 @@ class Worker:
         self._open[fetch.number] = under_way
         self._waiting.append(under_way)
 
+    def _stop(self, fetch: FetchUnderWay) -> None:
+        del fetch.keys[fetch.next :]
+        if not fetch.groups:
+            self._ended.append(fetch.number)
+
     def _ask(self, now: float) -> None:
         while self._waiting:
             fetch = self._waiting[0]
@@ -153,14 +171,19 @@ class Worker:
             self._waiting.popleft()
 
     def _group(self, keys: list[ChunkKey], now: float, fetch: FetchUnderWay | None) -> Group:
-        missing = [key for key in keys if key.hash not in self.kept]
-        each = CHUNK_BYTES / LAYERS * len(missing)
-        return Group(keys, now, fetch, [self.tier.read(each, now) if each else now for _ in range(LAYERS)])
+        missing = sum(key.hash not in self.kept for key in keys)
+        each = CHUNK_BYTES / LAYERS * missing
+        self.num_read += missing
+        ends = [self.tier.read(each, now) if each else now for _ in range(LAYERS)]
+        return Group(keys, missing, now, fetch, ends)
 
     def _end(self, group: Group) -> None:
         self._note_read(group, group.ends[-1])
         fetch = group.fetch
-        if fetch is None or fetch.is_released:
+        if fetch is None:
+            return
+        if fetch.is_released:
+            self.in_vain += group.missing
             return
         fetch.groups, fetch.most = fetch.groups - 1, min(2 * fetch.most, GROUPS_AT_ONCE)
         self._new += [key.hash for key in group.keys if key.hash not in self.kept]
@@ -175,7 +198,7 @@ class Worker:
     def _note_read(self, group: Group, now: float) -> None:
         """As BusyTime: calls beside each other are counted once."""
         for end in [end for end in group.ends if self._read_until < end <= now]:
-            self._read += CHUNK_BYTES / LAYERS * len(group.keys)
+            self._read += CHUNK_BYTES / LAYERS * group.missing
             self._read_s += end - max(self._read_until, group.asked)
             self._read_until = end
 
@@ -330,7 +353,7 @@ class Simulation:
                 continue
             end = min(asked.request.num_tokens, hit + budget)
             asked.request.blocks = list(range(1, 1 + -(-asked.request.num_tokens // BLOCK)))
-            self.scheduler.allocated(asked.request, asked.request.blocks, hit)
+            self.scheduler.allocated(asked.request, [asked.request.blocks], hit)
             self._waiting.remove(asked)
             self._running.append(asked)
             new.append(asked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -127,7 +127,7 @@ class SchedulerSide:
         tracked.blended_from = self.blending.blended_from(request)
         return None if blended is None else max(hit, blended)
 
-    def waits_for_blend(self, request: Any) -> bool:
+    def comes_apart(self, request: Any) -> bool:
         """Whether the tokens that can be loaded come while the request waits, beside the steps of others."""
         return self.blending is not None and self.blending.waits_for_blend(request)
 
@@ -136,13 +136,14 @@ class SchedulerSide:
         if self.blending is not None:
             self.blending.blends_ended(requests)
 
-    def allocated(self, request: Any, blocks: Sequence[int], num_loaded: int) -> None:
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_loaded: int) -> None:
         """A request has got its blocks and is in this step; `num_loaded` tokens are to be loaded for it.
 
         Or it has got them for a blend that it waits for; then it gets more when it is in a step.
         """
         if not is_cacheable(request):
             return
+        blocks = tables[0]
         is_new = self._requests.find(request.request_id) is None
         tracked = self._follow(request)
         before = None if self.blending is None else self.blending.comes_back(request)
@@ -161,7 +162,7 @@ class SchedulerSide:
             tracked.choice = None
         else:
             self._step_costs.note_load(tracked, num_loaded)
-        tracked.begin(blocks, num_loaded, waits=self.waits_for_blend(request))
+        tracked.begin(blocks, num_loaded, waits=self.comes_apart(request))
         self._requests.wake(tracked)
 
     def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
@@ -191,22 +192,24 @@ class SchedulerSide:
         rests, ended = self._stores.take_rests()
         scheduled = self._requests.scheduled(output)
         blends, encodes = self._blending_orders(scheduled, output)
-        loading = [item.tracked.load_within_s for item in scheduled if item.tracked.to_load]
+        within_s = min(
+            (item.tracked.load_within_s for item in scheduled if item.tracked.to_load), default=float("inf")
+        )
         loads = self._loads(scheduled)
         self._requests.pass_step(scheduled)
         stores = self._stores.of_step(scheduled)
         for item in scheduled:
             self._requests.let_sleep(item.tracked, item.in_place)
+        # What has not come by now is computed: to read it would only hold up those who compute.
+        stopped = [number for name in self._begun for number in self.waiting.coming(name)]
         fetches, released = self._fetches()
         step, acknowledged = self._steps.current, self._steps.acknowledged
         blending = blends or encodes or (self.blending is not None and self.blending.is_under_way)
         is_timed = self._step_costs.begin(step, output, measures=not blending)
         moves, extra = (loads, [*rests, *stores]), (blends, encodes)
         is_empty = not output.num_scheduled_tokens
-        orders = StepOrders(
-            step, acknowledged, *moves, ended, fetches, released, is_timed, *extra, is_empty=is_empty
-        )
-        return replace(orders, load_within_s=min(loading)) if loading else orders
+        given = (step, acknowledged, *moves, ended, fetches, released, is_timed, *extra)
+        return StepOrders(*given, is_empty=is_empty, load_within_s=within_s, stopped=stopped)
 
     def learn(self, reports: StepReports) -> None:
         """Take over what the ranks report of a step."""

@@ -87,13 +87,13 @@ def describe(
     caches: Mapping[str, torch.Tensor],
     rank: Rank,
     version: str,
-    rows: bool = False,
+    rows_for: str | None = None,
 ) -> Description:
     """Describe what vLLM registers.
 
     Args:
         version: vLLM's, which says how the CPU's attention packs its blocks.
-        rows: whether single tokens must be found in the blocks, on the CPU too.
+        rows_for: the setting for which single tokens must be found in the blocks, on the CPU too.
 
     Raises:
         ConfigError: caches that cannot be moved.
@@ -106,8 +106,8 @@ def describe(
     first = next(iter(kv_specs.values()))
     metadata = _metadata(vllm_config, first, len(ordered), rank)
     if next(iter(ordered.values())).device.type == "cpu":
-        if rows:
-            _require_known_packing(vllm_config, ordered)
+        if rows_for is not None:
+            _require_known_packing(rows_for, vllm_config, ordered)
             return Description(ordered, metadata, {"specs": kv_specs, "layout": "vllm_cpu_vec"})
         halves = {name: _halves(cache, blocks) for name, cache in ordered.items()}
         hints: LayoutHints = {"specs": kv_specs, "layout": "opaque", "opaque_tag": _cpu_tag(version)}
@@ -197,14 +197,14 @@ def _halves(cache: torch.Tensor, num_blocks: int) -> Registered:
     return cache
 
 
-def _require_known_packing(vllm_config: Any, names: Iterable[str]) -> None:
+def _require_known_packing(setting: str, vllm_config: Any, names: Iterable[str]) -> None:
     """Raise ConfigError unless the CPU's attention packs blocks in the way in which tokens are found."""
     layers = vllm_config.compilation_config.static_forward_context
-    kinds = {str(getattr(layers[name], "isa", None)) for name in names}
+    kinds = {str(getattr(layers[name], "isa", "latent rows")) for name in names}
     if kinds != {"vec"}:
         raise ConfigError(
-            f"enable_blending: the CPU's attention packs its blocks for {', '.join(sorted(kinds))}, and lwkv "
-            "finds single tokens only in those for 'vec' (float32 on x86); set enable_blending to false"
+            f"{setting}: the CPU's attention packs its blocks for {', '.join(sorted(kinds))}, and lwkv finds "
+            "single tokens only in those for 'vec' (x86, but not bfloat16 with AMX); leave this setting out"
         )
 
 

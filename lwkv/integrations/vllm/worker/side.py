@@ -71,7 +71,7 @@ class WorkerSide:
         self._draft_layers = draft_layers
         self._last_layer = [layer.name for layer in connector.layers if layer.name not in draft_layers][-1]
         self._is_waited_for = False
-        self._prefetches = Prefetches(engine.parts().storage, engine.num_layers)
+        self._prefetches = Prefetches(engine.parts().storage)
         self._reporter = Reporter(engine, self.info, self._prefetches)
         self._load_steps = LayerSteps(engine)
         self._store_steps = LayerSteps(engine)
@@ -183,6 +183,10 @@ class WorkerSide:
         """Requests that wait no longer for a blend; those of `requests` have ended themselves."""
         return set() if self._blending is None else self._blending.ended(requests)
 
+    def received(self) -> tuple[set[str], set[str]]:
+        """Requests that were loaded apart from their step, and those of which that failed: never any."""
+        return set(), set()
+
     def requests_ended(self) -> set[str]:
         """Requests that have ended whose blocks others may write to from now on; each is given out once."""
         ended, self._requests_ended = self._requests_ended, set()
@@ -213,6 +217,8 @@ class WorkerSide:
         for fetch in orders.fetches:
             namespace, hashes = fetch.keys[self.info.rank]
             self._prefetches.begin(fetch.number, unpacked(namespace, hashes), fetch.first, fetch.pins)
+        for number in orders.stopped:
+            self._prefetches.stop(number)
 
     def _announce_moves(self, orders: StepOrders) -> None:
         self._move_keys = {id(move): self._take_over_keys(move) for move in (*orders.loads, *orders.stores)}
@@ -326,8 +332,8 @@ class WorkerSide:
         return keys
 
     def _keys(self, move: Move) -> list[ChunkKey]:
-        # As the engine has them: they are hashed once.
-        return self.engine.keys(move.tokens, move.salts)
+        # Where they did not come with it, as the engine has them: they are hashed once.
+        return self._move_keys[id(move)] or self.engine.keys(move.tokens, move.salts)
 
 
 def _num_leading(slots: Int64s) -> int:

@@ -127,6 +127,25 @@ def test_the_packing_of_the_cpu_s_blocks_is_part_of_the_layout() -> None:
     assert len(tags) == 2
 
 
+@pytest.mark.parametrize("isa", ["vec", "amx", None])
+def test_for_single_tokens_the_packing_of_the_cpu_s_blocks_must_be_known(isa: str | None) -> None:
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(1)}
+    config = vllm_config()
+    layer = SimpleNamespace() if isa is None else SimpleNamespace(isa=isa)
+    config.compilation_config = SimpleNamespace(static_forward_context=dict.fromkeys(caches, layer))
+    arguments = (config, config_of(group(spec(), names(1))), caches, RANK, "0.32.0")
+    for setting in ("enable_blending", "page_codec=lossless"):
+        if isa == "vec":
+            assert describe(*arguments, setting).hints["layout"] == "vllm_cpu_vec"
+        else:
+            packed = (
+                f"{setting}: the CPU's attention packs its blocks for {isa or 'latent rows'}, and .*leave"
+            )
+            with pytest.raises(ConfigError, match=packed):
+                describe(*arguments, setting)
+    assert describe(*arguments).hints["layout"] == "opaque"
+
+
 def test_a_rank_s_number_is_counted_over_tensor_and_pipeline_parallel() -> None:
     numbers = [Rank(tp, 2, pp, 3).number for pp in range(3) for tp in range(2)]
     assert numbers == [0, 1, 2, 3, 4, 5]

@@ -125,6 +125,41 @@ class Costs:
         patience = Patience(there, below[: best + 1], self._step_seconds())
         return Choice(best, float(times[best]), float(times[-1]), float(times[0]), patience, measures)
 
+    def choose_end(
+        self,
+        ends: Sequence[int],
+        brought: Sequence[Sequence[tuple[str, float]]],
+        num_local: int,
+        num_tokens: int,
+        queued: int = 0,
+    ) -> Choice:
+        """As `choose`, of several ends at one of which a prompt can go on; it waits for what is below.
+
+        Args:
+            ends: the tokens to load up to, in order; with the first one nothing is waited for.
+            brought: for each end the chunks that lower tiers are to bring, in order: the tier, and how much
+                it is of a usual chunk.
+            num_local: tokens that vLLM has itself. num_tokens: of the prompt.
+
+        Returns:
+            The end as `num_chunks`, by its number. The patience counts the chunks that are brought for it.
+        """
+        (first, _), *_ = brought[-1]
+        if not self._prefill.is_known:
+            return Choice(0, 0.0, 0.0, 0.0, measures=self._tiers.is_old(first))
+        left = self._left(np.array([*ends, num_tokens], np.float64))
+        coming = [self._seconds_of(chunks, queued) for chunks in brought]
+        below = np.array([seconds[-1] for seconds in coming])
+        host = (np.array(ends) - num_local) * self._host_seconds()
+        times = self._together(below, host, left, waits=True)
+        best = best_of(times, 0, waits=True)
+        # Nothing of it saves anything before all of it is there.
+        there = np.full(len(coming[best]), left[0])
+        there[-1] = left[best]
+        patience = Patience(there, coming[best], self._step_seconds())
+        measures = best < len(ends) - 1 and self._tiers.is_old(first)
+        return Choice(best, float(times[best]), float(times[-1]), float(times[0]), patience, measures)
+
     def gauges(self) -> dict[tuple[str, int], int]:
         """What was measured, by name and rank: tokens or chunks a second."""
         known = self._tiers.per_second()
@@ -168,6 +203,14 @@ class Costs:
         if len(lower) and each[lower[0]]:
             each[lower[0]] *= 1 + queued
             each[lower[0]] += waits * STEPS_TO_WAIT * self._step_seconds()
+        return np.concatenate([[0.0], each.cumsum()])
+
+    def _seconds_of(self, chunks: Sequence[tuple[str, float]], queued: int) -> Floats:
+        """Seconds until lower tiers have brought none of these chunks, the first, and so on."""
+        each = np.array([size * self._tiers.chunk_s(tier) for tier, size in chunks])
+        if len(each) and each[0]:
+            each[0] += queued * self._tiers.chunk_s(chunks[0][0])
+            each[0] += STEPS_TO_WAIT * self._step_seconds()
         return np.concatenate([[0.0], each.cumsum()])
 
     def _step_seconds(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 from lwkv.integrations.vllm.scheduler.lookup.choice import MUCH, Choice
 from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
@@ -17,6 +18,8 @@ from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.storage.tier import HOST
 
 log = logging.getLogger(__name__)
+
+MakeWait: TypeAlias = Callable[[], Wait]
 
 
 class Hits:
@@ -122,22 +125,26 @@ class Hits:
                 return choice, True
         return costs.choose(*what, waits=True), False
 
-    def _worth_loading(self, tracked: RequestState, hit: int, choice: Choice) -> tuple[int, Wait | None]:
-        """Of `hit` tokens those that come sooner than they are computed, and how long they are waited for."""
+    def _worth_loading(self, tracked: RequestState, hit: int, choice: Choice) -> tuple[int, MakeWait | None]:
+        """Of `hit` tokens those that come sooner than they are computed, and what makes the wait for them."""
         found, keys = tracked.found, tracked.chunks.keys(self._index, tracked.chunks.num_tokens)
         chunks, tiers = found.chunks_of(hit), found.tiers_of(found.chunks_of(hit))
-        end, wait = chunks.start + choice.num_chunks, None
+        end = chunks.start + choice.num_chunks
+        wait: MakeWait | None = None
         # Also where all is in host memory: it may have gone from there when it is loaded.
         tracked.load_within_s = choice.none_s if choice.patience else float("inf")
         tracked.choice = choice if choice.num_chunks < len(chunks) else None
         if choice.measures and self._prefetches and tiers[choice.num_chunks] != HOST:
-            self._waiting.measure(keys, end, self._most_prefetched())
+            self._waiting.measure(keys, end, self._most_prefetched(), tiers[choice.num_chunks])
         if choice.patience is not None and tracked.asked_at is not None:
             is_there = partial(self._index.has, keys)
-            wait = Wait(choice.patience, is_there, chunks.start, tiers[: choice.num_chunks], tracked.asked_at)
+            what = is_there, chunks.start, tiers[: choice.num_chunks], tracked.asked_at
+            wait = partial(Wait, choice.patience, *what)
         return hit if choice.num_chunks == len(chunks) else found.usable(end, self._block_size), wait
 
-    def _wait_or_load(self, tracked: RequestState, hit: int, streams: bool, wait: Wait | None) -> int | None:
+    def _wait_or_load(
+        self, tracked: RequestState, hit: int, streams: bool, make_wait: MakeWait | None
+    ) -> int | None:
         """Of `hit` tokens those to load now; None while the request waits for some of them."""
         request_id, chunks = tracked.request.request_id, tracked.found.chunks_of(hit)
         if streams or tracked.found.are_in_host(chunks):
@@ -146,8 +153,10 @@ class Hits:
             if not self._most_prefetched() and self._costs is None:
                 return hit
             keys = tracked.chunks.keys(self._index, tracked.chunks.num_tokens)
+            wait = None if make_wait is None else make_wait()
             if wait is not None and wait.is_over(self._index.clock()):
-                self._waiting.measure(keys, chunks.start + wait.num_there, self._most_prefetched())
+                first, tiers = chunks.start + wait.num_there, tracked.found.tiers_of(chunks)
+                self._waiting.measure(keys, first, self._most_prefetched(), tiers[wait.num_there])
                 return min(hit, tracked.found.hit_in_host(self._block_size))
             self._waiting.begin(request_id, keys, chunks.start, chunks.stop, self._most_prefetched(), wait)
             if wait is not None:

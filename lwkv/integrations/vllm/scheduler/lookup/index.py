@@ -67,7 +67,7 @@ def _cut(found: Sequence[str | None], chains: Sequence[Sequence[ChunkKey]]) -> l
     return [found[first:end] for first, end in pairwise(ends)]
 
 
-def _farther(tiers: Sequence[str | None]) -> str | None:
+def farther(tiers: Sequence[str | None]) -> str | None:
     """One of the tiers, not host memory if it can be helped; None if any is None."""
     return None if None in tiers else next((tier for tier in tiers if tier != HOST), HOST)
 
@@ -197,7 +197,7 @@ class ChunkIndex:
         """As `found`, for chunks of several texts; each tier is asked once for all of them."""
         by_rank = [rank.found(own) for rank, own in self._each_of(chains)]
         is_alone = len(by_rank) == 1
-        found = by_rank[0] if is_alone else [_farther(tiers) for tiers in zip(*by_rank, strict=True)]
+        found = by_rank[0] if is_alone else [farther(tiers) for tiers in zip(*by_rank, strict=True)]
         return _cut(found, [keys[0] if found else [] for keys in chains])
 
     def asks_lower_tiers(self, keys: RankKeys) -> bool:

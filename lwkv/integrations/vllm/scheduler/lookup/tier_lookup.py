@@ -109,4 +109,9 @@ def open_lower_tiers(config: Config, info: RankInfo) -> TierLookups:
     setup = TierSetup(config, info.num_layers, info.page_bytes, info.page_format, counters)
     timeout_s = config.extra_config.host_memory_timeout_s
     node = [] if config.host_memory is None else [NodeLookup(config.host_memory, timeout_s)]
-    return TierLookups([TierLookup(tier, counters) for tier in [*node, *open_tiers(setup)]])
+    return open_lookups(setup, node)
+
+
+def open_lookups(setup: TierSetup, nearer: Sequence[Tier] = ()) -> TierLookups:
+    """Open the tiers that the configuration names, behind those of `nearer`. Raises ConfigError."""
+    return TierLookups([TierLookup(tier, setup.counters) for tier in [*nearer, *open_tiers(setup)]])

@@ -20,11 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class Wanted(NamedTuple):
-    """Chunks [first, end) of a text; `keys` are those of each rank, from the first chunk on."""
+    """Chunks [first, end) of a text; `keys` are those of each rank, from the first chunk on.
+
+    Each counts for `room` chunks where these are limited.
+    """
 
     keys: RankKeys
     first: int
     end: int
+    room: int = 1
 
 
 class WaitingLoads:
@@ -75,25 +79,31 @@ class WaitingLoads:
             keys: of each rank, all chunks from the prompt's first on.
             wait: see WaitingLoad.
         """
-        self.begin_all(name, [Wanted(keys, first, end)], most_chunks)
-        self._loads[name].wait = wait
+        self.begin_all(name, [Wanted(keys, first, end)], most_chunks, wait=wait)
 
     def begin_all(
-        self, name: Hashable, wanted: Sequence[Wanted], most_chunks: int, since: float | None = None
+        self,
+        name: Hashable,
+        wanted: Sequence[Wanted],
+        most_chunks: int,
+        since: float | None = None,
+        wait: Wait | None = None,
     ) -> None:
         """Have chunks of several texts fetched, the first `most_chunks` of them.
 
         Args:
             since: when the request began to wait; None for now.
+            wait: see WaitingLoad.
         """
-        fetches, room = [], most_chunks
-        for keys, first, end in wanted:
-            end = min(end, first + room)
+        fetches, room, num_chunks = [], most_chunks, 0
+        for keys, first, end, each in wanted:
+            end = min(end, first + room // each)
             if end > first:
                 fetches.append(self._fetch(keys, first, end))
-                room -= end - first
+                room -= each * (end - first)
+                num_chunks += end - first
         since = self._clock() if since is None else since
-        self._loads[name] = WaitingLoad(fetches, most_chunks - room, since)
+        self._loads[name] = WaitingLoad(fetches, num_chunks, most_chunks - room, since, wait=wait)
         self._counters.add("requests_waited")
 
     def since(self, name: Hashable) -> float | None:
@@ -101,17 +111,26 @@ class WaitingLoads:
         load = self._loads.get(name)
         return None if load is None else load.since
 
-    def measure(self, keys: RankKeys, chunk: int, most_chunks: int) -> None:
-        """Have a few chunks fetched for which no request waits, if there is room and no others on their way.
+    def coming(self, name: Hashable) -> list[int]:
+        """The numbers of a request's fetches that have not ended."""
+        load = self._loads.get(name)
+        if load is None or not self._is_coming(load):
+            return []
+        return [fetch.number for fetch in load.fetches]
 
-        As many as are fetched together: fewer would be slower, one by one.
+    def measure(self, keys: RankKeys, chunk: int, most_chunks: int, tier: str, each: int = 1) -> None:
+        """Have a few chunks of a tier fetched for which no request waits; each counts for `each` chunks.
+
+        As many as are fetched together: fewer would be slower, one by one. Not where there is no room, nor
+        where some are on their way: these show how fast the tier is.
         """
         end = min(chunk + CHUNKS_AT_A_TIME, min(map(len, keys)))
-        room = most_chunks - self._num_held()
-        if end - chunk > room or any(load.measures for load in self._loads.values()):
+        room = each * (end - chunk)
+        is_too_much = room > most_chunks - self._num_held()
+        if is_too_much or any(self._shows_speed(load, tier) for load in self._loads.values()):
             return
         fetch = self._fetch(keys, chunk, end, pins=False)
-        load = WaitingLoad([fetch], end - chunk, self._clock())
+        load = WaitingLoad([fetch], end - chunk, room, self._clock())
         load.is_ordered = load.is_held = load.is_over = load.measures = True
         self._loads[f"measurement {fetch.number}"] = load
         self._to_begin.append(fetch)
@@ -131,7 +150,7 @@ class WaitingLoads:
             self._review()
         if self._clock() - load.since >= self._timeout_s:
             self._give_up(load)
-        elif not load.is_ordered and load.num_chunks <= most_chunks - self._num_held():
+        elif not load.is_ordered and load.room <= most_chunks - self._num_held():
             load.is_ordered = load.is_held = True
             self._to_begin += load.fetches
         return not load.is_over
@@ -139,11 +158,11 @@ class WaitingLoads:
     def cut_short(self, name: Hashable) -> Wait | None:
         """The wait of a request that does not wait any more though not all has come; given out once."""
         load = self._loads.get(name)
-        if load is None or load.wait is None or not load.is_over or load.is_complete:
+        if load is None or load.wait is None or load.is_noted or not load.is_over:
             return None
-        wait, load.wait = load.wait, None
+        load.is_noted = True
         self._counters.add("waits_cut_short")
-        return wait
+        return load.wait
 
     def learn(self, report: RankReport) -> None:
         """Take over which fetches have ended on a rank."""
@@ -155,7 +174,7 @@ class WaitingLoads:
             if load.measures:
                 self.leave(name)
             elif not load.is_over:
-                load.is_complete = True
+                load.wait = None
                 self._end(load)
                 self._counters.add("chunks_prefetched", load.num_chunks)
 
@@ -185,7 +204,7 @@ class WaitingLoads:
         return begin, release
 
     def _num_held(self) -> int:
-        return sum(load.num_chunks for load in self._loads.values() if load.is_held)
+        return sum(load.room for load in self._loads.values() if load.is_held)
 
     def _give_up(self, load: WaitingLoad) -> None:
         self._end(load)
@@ -217,10 +236,21 @@ class WaitingLoads:
         load.is_over = True
         self._counters.add("waited_us", round(1e6 * (self._clock() - load.since)))
 
+    def _shows_speed(self, load: WaitingLoad, tier: str) -> bool:
+        """Whether what is being fetched of a tier shows how fast it is."""
+        is_of_tier = load.wait is not None and tier in load.wait.tiers_missing
+        return load.measures or (is_of_tier and self._is_coming(load))
+
+    def _is_coming(self, load: WaitingLoad) -> bool:
+        return load.is_held and len(load.ended) < self._num_ranks * len(load.fetches)
+
     def _release(self, load: WaitingLoad) -> None:
         if load.is_held:
             load.is_held = False
-            self._to_release += [fetch.number for fetch in load.fetches]
+            numbers = {fetch.number for fetch in load.fetches}
+            unheard = {fetch.number for fetch in self._to_begin} & numbers  # no worker has heard of these
+            self._to_begin = [fetch for fetch in self._to_begin if fetch.number not in unheard]
+            self._to_release += sorted(numbers - unheard)
 
     def _fetch(self, keys: RankKeys, first: int, end: int, pins: bool = True) -> Fetch:
         self._last_number += 1

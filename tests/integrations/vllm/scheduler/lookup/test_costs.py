@@ -199,3 +199,36 @@ def test_any_prompt_gets_a_choice(tiers: list[str], first: int, rest: int, waits
     choice = machine.costs.choose(tiers, first, max(first + 1, end + rest), queued, waits)
     assert 0 <= choice.num_chunks <= len(tiers)
     assert choice.seconds <= choice.all_s * 1.0001
+
+
+def brought(number: int) -> list[tuple[str, float]]:
+    return [("disk", 1.0)] * number
+
+
+def test_of_several_ends_the_one_is_chosen_with_which_a_prompt_is_computed_first() -> None:
+    machine = Machine(below=20 * GB)
+    machine.measure()
+    ends = [0, 8 * CHUNK, 16 * CHUNK, 60 * CHUNK]
+    chunks = [brought(end // CHUNK) for end in ends]
+    choice = machine.costs.choose_end(ends, chunks, 0, 60 * CHUNK + 9)
+    assert choice.num_chunks == 3
+    chunks[3] += brought(200)  # windows and states at that end take longer than computing
+    assert machine.costs.choose_end(ends, chunks, 0, 60 * CHUNK + 9).num_chunks == 2
+
+
+def test_a_slow_tier_is_not_waited_for_and_an_unknown_one_no_longer_than_a_twentieth() -> None:
+    machine = Machine(below=GB / 100)
+    machine.measure()
+    ends, num_tokens = [0, 8 * CHUNK], 8 * CHUNK + 9
+    assert machine.costs.choose_end(ends, [[], brought(8)], 0, num_tokens).num_chunks == 0
+    choice = machine.costs.choose_end(ends, [[], [("far", 1.0)] * 8], 0, num_tokens)
+    assert choice.num_chunks == 1
+    assert choice.patience is not None
+    for there in range(8):
+        assert choice.patience.waits_s(0, there) <= 0.05 * choice.none_s
+    assert choice.patience.waits_s(0, 8) > choice.none_s / 2
+
+
+def test_nothing_is_waited_for_before_computing_was_measured_and_the_tier_is_measured_then() -> None:
+    choice = Machine().costs.choose_end([0, CHUNK], [[], brought(1)], 0, 300)
+    assert (choice.num_chunks, choice.patience, choice.measures) == (0, None, True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
-from integrations.vllm.scripted import CHUNK, ScriptedRequest
-from integrations.vllm.test_slow_tiers import PROMPTS, busy, check, filled
+from integrations.vllm.scripted import CHUNK, LAYERS, ScriptedRequest
+from integrations.vllm.test_slow_tiers import PROMPTS, busy, check, filled, step_until_it_hangs
+from storage.faulty_tier import hanging
 
 from lwkv.integrations.vllm.scheduler.lookup import costs as module
 from lwkv.integrations.vllm.scheduler.lookup.speeds import MEASURE_AGAIN_S
+from lwkv.storage.prefetch import CHUNKS_AT_A_TIME
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +61,29 @@ def test_a_tier_that_was_too_slow_is_measured_again_and_no_request_waits_for_tha
         engine.step()
     assert len({key.chunk for keys in tier.calls_of("get") for key in keys}) == 2
     assert costs._tiers.chunk_s("faulty") < 1.0
+    check(engine, first, decodes)
+
+
+def test_what_is_computed_after_all_is_not_read_beside_that() -> None:
+    """Reads take the interpreter from the step that computes: no more of them than have begun."""
+    tier = filled()
+    tier.faults["get"] = fault = hanging()
+    engine, decodes = busy(tier, compares_costs=True)
+    costs = engine.scheduler.costs
+    assert costs is not None
+    costs._prefill.add(0.0, 1000, 8.0)
+    first = ScriptedRequest("first", PROMPTS[0], 2)
+    engine.add(first)
+    step_until_it_hangs(engine, fault)
+    while first.request_id not in engine.answers:
+        engine.step()
+    assert engine.loaded == 0
+    tier.end_faults()
+    engine.run()
+    reads = Counter(key for keys in tier.calls_of("get") for key in keys)
+    assert len(reads) == CHUNKS_AT_A_TIME * LAYERS
+    assert set(reads.values()) == {1}, "not read again to measure the tier, which this did"
+    assert costs._tiers.chunk_s("faulty") > 0
     check(engine, first, decodes)
 
 

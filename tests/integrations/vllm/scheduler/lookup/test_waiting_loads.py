@@ -129,7 +129,7 @@ def test_one_that_was_never_ordered_has_nothing_to_give_back() -> None:
     waiting.add("b", 5)
     waiting.leave("b")
     waiting.clear()
-    assert waiting.orders()[1] == [1]
+    assert waiting.orders() == ([], []), "what no worker has heard of is neither begun nor given back"
     assert "a" not in waiting
 
 
@@ -137,13 +137,13 @@ def test_a_measurement_is_a_few_chunks_of_one_fetch_at_a_time_given_back_when_it
     waiting = Waiting()
     chunks = keys(0, 1, 2, 3)
     for _ in range(2):
-        waiting.measure([chunks, chunks], 1, 8)
+        waiting.measure([chunks, chunks], 1, 8, "disk")
     (fetch,), _ = waiting.orders()
     assert (fetch.first, len(fetch.keys[1][1]) // 16) == (1, 1 + CHUNKS_AT_A_TIME)
     assert waiting.num_coming == 0, "no request waits for it"
     waiting.end(fetch.number)
     assert waiting.orders() == ([], [fetch.number])
-    waiting.measure([chunks, chunks], 3, 8)
+    waiting.measure([chunks, chunks], 3, 8, "disk")
     ((fetch,), _) = waiting.orders()
     assert len(fetch.keys[0][1]) // 16 == 4, "there is only one more"
     waiting.clock.now += 2 * TIMEOUT_S
@@ -176,6 +176,9 @@ def test_a_request_is_cut_short_when_it_is_better_off_with_what_has_come() -> No
     wait = waiting.cut_short("a")
     assert wait is not None
     assert (wait.num_there, wait.tiers_missing) == (1, {"disk"})
+    assert waiting.coming("a") == [1], "it may not find blocks to run in for long"
+    waiting.end(1)
+    assert (waiting.coming("a"), waiting.coming("b")) == ([], [])
     assert waiting.cut_short("a") is None, "it is given out once"
     counts = waiting.counters.totals()
     assert (counts["waits_cut_short"], counts["waited_us"]) == (1, 200_000)
@@ -194,8 +197,28 @@ def test_where_one_waits_in_vain_those_of_the_same_tier_do_not_wait_on() -> None
     assert [waiting.waits(name, 20) for name in "abcd"] == [False, False, True, True]
 
 
+def test_a_tier_is_not_measured_while_what_is_on_its_way_shows_how_fast_it_is() -> None:
+    waiting, chunks = Waiting(), [keys(0, 1, 2)] * 2
+    waiting.begin("a", chunks, 0, 3, 8, wait_for(set(), waiting.clock))
+    assert waiting.waits("a", 8)
+    waiting.orders()
+    waiting.measure(chunks, 0, 8, "disk")
+    assert waiting.orders() == ([], [])
+    waiting.clock.now += 5.0
+    assert not waiting.waits("a", 8)
+    assert waiting.cut_short("a") is not None
+    waiting.measure(chunks, 0, 8, "disk")
+    assert waiting.orders() == ([], [])
+    waiting.measure(chunks, 0, 8, "store")
+    assert [fetch.number for fetch in waiting.orders()[0]] == [2]
+    waiting.end(1)
+    waiting.end(2)
+    waiting.measure(chunks, 0, 8, "disk")
+    assert [fetch.number for fetch in waiting.orders()[0]] == [3]
+
+
 def test_nothing_is_measured_where_there_is_no_room() -> None:
     waiting = Waiting()
     waiting.add("a", 8)
-    waiting.measure([keys(0), keys(0)], 0, 8)
+    waiting.measure([keys(0), keys(0)], 0, 8, "disk")
     assert [fetch.number for fetch in waiting.orders()[0]] == [1]
