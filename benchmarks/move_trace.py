@@ -89,17 +89,23 @@ def _moves(bench: Bench, codec: str, extra: dict[str, int], names: Sequence[str]
 
 def _move(bed: MeasuredEngine, name: str) -> tuple[Callable[[], object], Callable[[], object]]:
     """What is measured, and what is made ready before each time."""
-    kept = bed.new_prompt()
+    kept, new = bed.new_prompt(), [bed.new_prompt()]
 
     def save() -> None:
-        bed.engine.store(bed.new_prompt(), slot_mapping=bed.source)
+        bed.engine.store(new[0], slot_mapping=bed.source)
 
     def both() -> None:
-        for _ in alternate(bed, kept, bed.new_prompt()):
+        for _ in alternate(bed, kept, new[0]):
             pass
 
+    def prepare() -> None:
+        new[0] = bed.new_prompt()
+        if name != "save":
+            bed.keep(kept)
+        bed.flush()
+
     moves = {"load": lambda: bed.load(kept), "save": save, "both": both}
-    return moves[name], bed.flush if name == "save" else lambda: bed.keep(kept)
+    return moves[name], prepare
 
 
 def _median_ms(

@@ -89,7 +89,7 @@ class Decoding:
         ids = [draw.randrange(100_000) for _ in range(num_tokens)]
         request = Request(f"request-{number}", ids, num_tokens, prompt_token_ids=list(ids))
         self.scheduler.num_new_matched_tokens(request, 0)
-        self.scheduler.allocated(request, [], 0)
+        self.scheduler.allocated(request, [[]], 0)
         return request
 
     def _prefill(self) -> Any:

@@ -27,7 +27,7 @@ from lwkv.benchmarks.vllm_ttft import versions
 DEFAULT_MODES = ("plain", "native", "lwkv", "lwkv-bulk", "lwkv-disk")
 ALONE, BESIDE = "alone", "beside"
 ALONE_EVERY_S = 0.06
-"""Often enough that the device stays at its full speed."""
+"""Often enough that the device stays at its full speed; longer for prompts of more than 8192 tokens."""
 TOKENS_A_SECOND = 300
 """Of a request that decodes: no more, on any device so far."""
 
@@ -74,8 +74,9 @@ class Plan:
             for batch in self.batches
         }
         if self.alone:
-            seconds = (self.alone + 0.5) * ALONE_EVERY_S
-            loads[ALONE] = Load(0, seconds, ALONE_EVERY_S, self.prefix, self.alone_suffix, 500, True)
+            every_s = ALONE_EVERY_S * max(1.0, self.prefix / 8192)
+            seconds = (self.alone + 0.5) * every_s
+            loads[ALONE] = Load(0, seconds, every_s, self.prefix, self.alone_suffix, 500, True)
         loads[BESIDE] = Load(16, self.seconds, self.every_s, self.prefix, self.suffix, prepare=True)
         return loads
 

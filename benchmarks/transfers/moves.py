@@ -66,30 +66,35 @@ def _measure_load(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
 
 def _measure_save(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
     measured.fill()
-    stored: list[Slots] = []
+    # New token ids each time: what is stored under a key stays as it was.
+    new = [measured.new_prompt()]
+
+    def prepare() -> None:
+        new[0] = measured.new_prompt()
 
     def save() -> None:
-        # New token ids each time: what is stored under a key stays as it was.
-        stored.append(measured.new_prompt())
-        measured.engine.store(stored[-1], slot_mapping=measured.source)
+        measured.engine.store(new[0], slot_mapping=measured.source)
         measured.flush()
 
-    ms = bench.median_ms(save)
-    return ms, _arrived(measured, stored[-1])
+    ms = bench.median_ms(save, prepare)
+    return ms, _arrived(measured, new[0])
 
 
 def _measure_both(bench: Bench, measured: MeasuredEngine) -> tuple[float, bool]:
     measured.fill()
-    kept, stored = measured.new_prompt(), [measured.new_prompt()]
+    kept, new = measured.new_prompt(), [measured.new_prompt()]
+
+    def prepare() -> None:
+        new[0] = measured.new_prompt()
+        measured.keep(kept)
 
     def both() -> None:
-        stored[0] = measured.new_prompt()
-        for _ in alternate(measured, kept, stored[0]):
+        for _ in alternate(measured, kept, new[0]):
             pass
         measured.flush()
 
-    ms = bench.median_ms(both, before=lambda: measured.keep(kept))
-    return ms, measured.places_agree() and _arrived(measured, stored[0])
+    ms = bench.median_ms(both, prepare)
+    return ms, measured.places_agree() and _arrived(measured, new[0])
 
 
 def alternate(measured: MeasuredEngine, kept: Slots, new: Slots) -> Iterator[None]:

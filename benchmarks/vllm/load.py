@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lwkv.benchmarks.vllm import slow_steps
 from lwkv.benchmarks.vllm.child import Prompt
 from lwkv.benchmarks.vllm.conversations import Conversations, Conversed, Conversing
 
@@ -85,6 +86,7 @@ class Server:
         self._seen: dict[str, int] = {}
         self._last: dict[str, float] = {}
         self._number = 0
+        self._slow_steps = slow_steps.watch()
 
     def serve(self, load: Load) -> Served:
         """Run a load; what it leaves unfinished is aborted."""
@@ -119,7 +121,8 @@ class Server:
 
     def step(self) -> list[tuple[Any, float]]:
         """Step the engine: its outputs, and when they came."""
-        outputs = self._engine.step()
+        with slow_steps.during(self._slow_steps):
+            outputs = self._engine.step()
         now = time.perf_counter()
         return [(output, now) for output in outputs]
 

@@ -20,6 +20,7 @@ MODULES = (
     "vllm_report",
     "vllm_scheduler",
     "vllm_serving",
+    "vllm_starts",
     "vllm_ttft",
 )
 

@@ -44,6 +44,8 @@ def _rows(model: ModelKinds, config: Config, block_size: int) -> Iterator[tuple[
             name,
             f"{count} layers, which keep no KV of tokens: what they take is logged when the engine starts",
         )
+    if model.others or len(model.kinds) > 1:
+        yield "speculative decoding", "refused beside lwkv in vLLM, where caches are in several groups"
     if model.others:
         yield "chunk_size", "logged when the engine starts: its blocks are as large as states need"
     elif model.kinds:

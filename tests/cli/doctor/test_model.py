@@ -48,6 +48,7 @@ def test_kinds_chunk_size_and_what_fits_are_shown(monkeypatch: pytest.MonkeyPatc
         "window-1024": "40 layers, blocks of 16 tokens with 128 KiB a layer, 320 KiB a token, at most "
         "320 MiB where a prompt can go on",
         "full": "8 layers, blocks of 16 tokens with 128 KiB a layer, 64 KiB a token, of all tokens",
+        "speculative decoding": "refused beside lwkv in vLLM, where caches are in several groups",
         "chunk_size": "chunks have 96 tokens instead of the configured 100: this model's blocks need a "
         "multiple of 16",
         "max_local_cpu_size": "20 GiB hold a prompt of 322,560 tokens where windows are kept alone, 54,613 "
@@ -70,6 +71,7 @@ def test_the_chunk_size_of_a_model_with_states_is_not_guessed(monkeypatch: pytes
     report = Report({})
     examine_model(report, Config(), "qwen", 16)
     assert "24 layers" in report.model["linear_attention"]
+    assert report.model["speculative decoding"].startswith("refused")
     assert "when the engine starts" in report.model["chunk_size"]
     assert "max_local_cpu_size" not in report.model
 
