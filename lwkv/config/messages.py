@@ -9,6 +9,7 @@ from reprlib import Repr
 from pydantic import BaseModel, ValidationError
 
 from lwkv.config.addresses import WrongAddressError
+from lwkv.config.engine_settings import ENGINE_SETTINGS
 from lwkv.config.hints import hint_for_key, hint_for_value
 from lwkv.config.secrets import HIDDEN, cut, cut_inside, cut_under
 from lwkv.config.values import Allowed
@@ -137,5 +138,6 @@ def unknown_key(key: str, value: object, origin: str, known: Iterable[str], hint
     """
     names = sorted(known)
     near = hint or hint_for_key(key, value, names) or did_you_mean(key, names)
+    near = near or did_you_mean(key, ENGINE_SETTINGS)
     got = f"{clipped(key)}: got {shown_under(key, value)} ({origin})"
     return f"{got}, but there is no such key{near}; allowed: {', '.join(names)}"

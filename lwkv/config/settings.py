@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lwkv.config.conflicts import Conflict, find_conflicts
+from lwkv.config.engine_settings import ENGINE_SETTINGS
 from lwkv.config.help import show_settings
 from lwkv.config.lmcache import find_lmcache_url, take_lmcache_keys
 from lwkv.config.messages import (
@@ -23,6 +24,7 @@ from lwkv.config.messages import (
     shown,
     unknown_key,
 )
+from lwkv.config.other_engines import refuse_other_engines
 from lwkv.config.secrets import cut_inside, is_address, is_secret
 from lwkv.config.sources import PREFIX, Read, read_environment, read_file
 from lwkv.config.values import (
@@ -150,7 +152,8 @@ class Config(BaseSettings):
         yield from of_lmcache
         yield from find_lmcache_url(given.get("remote_url"), origins)
         values: dict[str, Any] = {key: value for key, value in given.items() if key in known}
-        for key in (key for key in given if key not in known):
+        yield from refuse_other_engines(given, known, origins)
+        for key in (key for key in given if key not in known and key not in ENGINE_SETTINGS):
             wrong = wrong | nearest(key, known)
             yield unknown_key(key, given[key], origins.get(key, "argument"), known)
         try:

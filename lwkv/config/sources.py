@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 import yaml
 
+from lwkv.config.engine_settings import ENGINE_SETTINGS
 from lwkv.config.hints import VARIABLES_ONLY, hint_for_key
 from lwkv.config.messages import clipped, did_you_mean, shown, shown_under
 from lwkv.config.secrets import HIDDEN, is_secret
@@ -160,22 +161,27 @@ def _hide_name(quoted: re.Match[str]) -> str:
 def read_environment(environ: Mapping[str, str], kinds: Mapping[str, str]) -> Read:
     """Take the settings out of `environ`; `kinds` gives the kind of every key.
 
-    Text stays as it is; everything else is read as in a file, and lists may be written 1,2. Wrong is a
-    variable with lwkv's prefix that names no setting, and what is no mapping that can be read.
+    Text stays as it is, and so do settings that only another engine has; everything else is read as in a
+    file, and lists may be written 1,2. Wrong is a variable with lwkv's prefix that names no setting of any
+    engine, and what is no mapping that can be read.
     """
+    allowed = [f"{PREFIX}{key.upper()}" for key in kinds]
+    kinds = dict.fromkeys(ENGINE_SETTINGS, "text") | dict(kinds)
     names = {f"{PREFIX}{key.upper()}": key for key in kinds}
     given = sorted(name for name in environ if name.startswith(PREFIX) and name not in RESERVED)
     unknown = [name for name in given if name not in names]
-    read = Read({}, [_no_setting(name, environ[name], [*names, *RESERVED]) for name in unknown])
+    read = Read({}, [_no_setting(name, environ[name], allowed, names) for name in unknown])
     for name in given:
         if name in names:
             read.values[names[name]] = _read_text(name, environ[name], kinds[names[name]], read.faults)
     return read
 
 
-def _no_setting(name: str, text: str, known: Sequence[str]) -> str:
-    near = hint_for_key(name.removeprefix(PREFIX).lower(), text, ()) or did_you_mean(name, known)
-    names = ", ".join(sorted(known))
+def _no_setting(name: str, text: str, allowed: Sequence[str], known: Iterable[str]) -> str:
+    near = hint_for_key(name.removeprefix(PREFIX).lower(), text, ()) or did_you_mean(
+        name, [*known, *RESERVED]
+    )
+    names = ", ".join(sorted([*allowed, *RESERVED]))
     value = shown_under(name, text)
     return f"environment variable {clipped(name)}={value} names no setting{near}; allowed: {names}"
 

@@ -84,6 +84,7 @@ ARGUMENTS = [
     wrong({"extra_config": {"slab_byte": 4}}, "extra_config.slab_byte", "4", "did you mean slab_bytes?"),
     wrong({"load_when": "always"}, "load_when", "'always'", "vLLM only", "kv_connector_extra_config"),
     wrong({"on_flush": "keep"}, "on_flush", "'keep'", "SGLang only", "linker_extra_config"),
+    wrong({"on_flsh": "keep"}, "on_flsh", "'keep'", "did you mean on_flush?"),
     wrong({"remote_password": SECRET}, "remote_password", "***", "set LWKV_REMOTE_PASSWORD"),
     wrong({"api_key": SECRET}, "api_key", "***", "*** stands for what may be a secret"),
     wrong({"platform": "cpu"}, "platform", "'cpu'", "set LWKV_PLATFORM"),
@@ -141,6 +142,7 @@ VARIABLES = [
     wrong({"LWKV_LOCAL_CPU": ""}, "local_cpu", "LWKV_LOCAL_CPU=", "for the default (true) leave it out"),
     wrong({"LWKV_REMOTE_URL": ""}, "remote_url", "got ''", "for the default (null) leave it out"),
     wrong({"LWKV_REMOTE_URL": f"me:{SECRET}@h"}, "remote_url", "LWKV_REMOTE_URL)", "with a scheme"),
+    wrong({"LWKV_LOAD_WEHN": "always"}, "LWKV_LOAD_WEHN", "'always'", "did you mean LWKV_LOAD_WHEN?"),
     wrong({"LWKV_CHUNKSIZE": "4"}, "LWKV_CHUNKSIZE", "'4'", "did you mean LWKV_CHUNK_SIZE?"),
     wrong({"LWKV_REMOTE_PASWORD": SECRET}, "LWKV_REMOTE_PASWORD", "***", "mean LWKV_REMOTE_PASSWORD?"),
     wrong({"LWKV_EXTRA_CONFIG": "slab_bytes=4"}, "extra_config", "slab_bytes=4", "a mapping with keys"),
@@ -169,7 +171,12 @@ FILES = [
     wrong("max_local_cpu_size: 5,5", "max_local_cpu_size", "'5,5'", "a point for fractions"),
     wrong("chunk_size: 3_000", "chunk_size", "'3_000'", "nothing between thousands"),
     wrong("local_cpu: 1.0", "local_cpu", "1.0", "true, yes, on, 1, false, no, off or 0"),
-    wrong("on_flush: keep\nload_when: always", "on_flush", "'keep'", "SGLang only", "linker_extra_config"),
+    wrong(
+        "on_flush: keep\nload_when: always",
+        *("settings of two engines, of which each refuses the other's", "on_flush: got 'keep' (file "),
+        *("is for SGLang only", "load_when: got 'always' (file ", "is for vLLM only"),
+        "Write on_flush in linker_extra_config of SGLang and load_when in kv_connector_extra_config of vLLM",
+    ),
 ]
 OF_VLLM = [
     wrong({"on_load_failure": "ignore"}, "on_load_failure", "'ignore'", "recompute or fail"),
@@ -182,7 +189,11 @@ OF_VLLM = [
     wrong({"enable_blending": True, "host_memory": "/s"}, "enable_blending", "True", "leave one of them out"),
     wrong({"blend_shared_prefix": [1.5]}, "blend_shared_prefix", "[1.5]", "null, text, or a list of token"),
     wrong({"save_unfull_chunk": True, "save_decode_cache": True}, "save_unfull_chunk", "True", "to false"),
-    wrong({"on_flush": "keep"}, "on_flush", "'keep'", "SGLang only", "linker_extra_config"),
+    wrong(
+        {"on_flush": "keep"},
+        *("on_flush", "'keep'", "SGLang only, and these are vLLM's settings", "leave it out here"),
+        "linker_extra_config of SGLang",
+    ),
     wrong({"max_local_cpu_size": "40"}, "max_local_cpu_size", "'40'", "without quotes"),
 ]
 OF_SGLANG = [
@@ -190,7 +201,10 @@ OF_SGLANG = [
     wrong({"chunk_size": 8}, "chunk_size", "8", "allowed is 64", "--page-size"),
     wrong({"use_layerwise": False}, "use_layerwise", "False", "allowed is true"),
     wrong({"save_unfull_chunk": True}, "save_unfull_chunk", "True", "allowed is false"),
-    wrong({"on_load_failure": "fail"}, "on_load_failure", "'fail'", "vLLM only"),
+    wrong(
+        {"on_load_failure": "fail"},
+        *("on_load_failure", "'fail'", "vLLM only, and these are SGLang's settings", "leave it out here"),
+    ),
 ]
 TIERS = [
     wrong("lm://h:1", "remote_url", "lm://", "redis://", "entry point lwkv.tiers"),
@@ -301,6 +315,33 @@ def each_of_its_own() -> Iterator[Wrong]:
         if len(case.given) == 1 and case.key in case.given and not seen & set(case.given) and len(seen) < 25:
             seen |= set(case.given)
             yield case
+
+
+@pytest.mark.parametrize(
+    ("read", "variable", "engine"),
+    [
+        (lambda: vllm.read_settings({}), {"LWKV_ON_FLUSH": "keep"}, "vLLM"),
+        (lambda: sglang.read_settings({}, PAGE), {"LWKV_LOAD_WHEN": "always"}, "SGLang"),
+    ],
+)
+def test_a_variable_of_the_other_engine_is_refused_as_such(
+    read: Callable[[], object], variable: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((name, value),) = variable.items()
+    monkeypatch.setenv(name, value)
+    text = refusal(read)
+    assert f"got '{value}' (environment variable {name}={value})" in text
+    assert f"and these are {engine}'s settings; leave it out here, and write it in " in text
+    assert "no such key" not in text
+    assert "names no setting" not in text
+
+
+def test_one_line_is_enough_for_settings_of_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LWKV_ON_FLUSH", "keep")
+    monkeypatch.setenv("LWKV_LOAD_WHEN", "always")
+    monkeypatch.setenv("LWKV_ON_LOAD_FAILURE", "fail")
+    assert len(refusal(Config.load).splitlines()) == 1
+    assert "load_when, on_load_failure in kv_connector_extra_config of vLLM" in refusal(Config.load)
 
 
 def test_the_settings_that_only_an_engine_has_are_known_by_name() -> None:

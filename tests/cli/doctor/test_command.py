@@ -134,8 +134,9 @@ def test_a_setting_that_only_sglang_has_is_read_as_sglang_reads_it(monkeypatch: 
     assert report.configuration["on_flush"]["value"] == "'keep'"
     monkeypatch.setenv("LWKV_LOAD_WHEN", "always")
     (fault,) = doctor.examine("cpu").faults
-    assert "LWKV_LOAD_WHEN='always' names no setting (it is a setting for vLLM only" in fault
-    assert "LWKV_ON_FLUSH='keep' names no setting (it is a setting for SGLang only" in fault
+    assert "settings of two engines, of which each refuses the other's" in fault
+    assert "load_when: got 'always' (environment variable LWKV_LOAD_WHEN=always) is for vLLM only" in fault
+    assert "on_flush: got 'keep' (environment variable LWKV_ON_FLUSH=keep) is for SGLang only" in fault
 
 
 class RaisesCount(Card):
