@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lwkv.config.messages import shown
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 
@@ -22,7 +23,10 @@ def refuse_settings(config: Config) -> None:
 def unusable_settings(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that do not work with several kinds of caches as they are set: the name, and what to do."""
     if config.host_memory is not None:
-        yield "host_memory", "set it to null, chunks are kept in host memory of this process"
+        yield (
+            "host_memory",
+            f"got {shown(config.host_memory)}; set it to null: chunks are kept in memory of this process",
+        )
     if not config.local_cpu:
         yield "local_cpu", "got false; set it to true"
     for name in ("save_unfull_chunk", "enable_blending"):

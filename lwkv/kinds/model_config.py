@@ -18,8 +18,17 @@ ATTENTION: dict[str, Form] = {
 }
 """Names of Hugging Face's for layers of attention."""
 SPANS = {"window": "sliding_window", "local": "attention_chunk_size"}
-UNLIKE = ("global_head_dim", "num_global_key_value_heads", "kv_lora_rank", "index_head_dim")
+KEEP_NOTHING = ("mlp", "moe")
+"""Names for layers without attention and states."""
+UNLIKE = ("global_head_dim", "num_global_key_value_heads", "kv_lora_rank")
 """Fields of models whose layers do not all keep K and V of the same heads."""
+STATES = {"conv": "conv_L_cache", "linear_attention": "linear_key_head_dim"}
+"""Names of Hugging Face's for layers whose states are cached, each with a field that such models have: short
+convolutions and gated delta nets."""
+
+
+class UnknownLayersError(ConfigError):
+    """A configuration does not say what its model's layers keep."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +38,12 @@ class ModelKinds:
     Attributes:
         kinds: of its attention, in the order in which layers have them first, with all heads.
         others: by their name, how many layers keep something else, such as states.
+        not_cached: those of `others` whose states are not cached, as far as the configuration says.
     """
 
     kinds: tuple[Kind, ...]
     others: dict[str, int]
+    not_cached: tuple[str, ...] = ()
 
 
 def read_model(config: Any, block_size: int) -> ModelKinds:
@@ -42,27 +53,38 @@ def read_model(config: Any, block_size: int) -> ModelKinds:
         config: of its text, as transformers has it. block_size: tokens of the engine's blocks.
 
     Raises:
-        ConfigError: it does not say what its layers keep.
+        UnknownLayersError: it does not say what its layers keep.
+        ConfigError: they keep what is not cached, or `block_size` is below 1.
     """
+    for name in ("num_hidden_layers", "num_attention_heads"):
+        if getattr(config, name, None) is None:
+            raise ConfigError(f"{name}: there is none, so its layers keep no K and V; leave lwkv out")
+    if getattr(config, "index_head_dim", None):
+        raise ConfigError(
+            f"index_head_dim: got {config.index_head_dim}; rows of an indexer beside those of attention, of "
+            "another dtype, are not cached; leave lwkv out"
+        )
     for name in UNLIKE:
         if getattr(config, name, None):
-            raise ConfigError(
+            raise UnknownLayersError(
                 f"{name}: got {getattr(config, name)!r}; what layers of such a model keep is known when the "
                 "engine starts, and logged then"
             )
     layers = Counter(_layer_types(config))
     kinds = [_kind(config, name, count, block_size) for name, count in layers.items() if name in ATTENTION]
-    return ModelKinds(tuple(kinds), {name: n for name, n in layers.items() if name not in ATTENTION})
+    others = {name: count for name, count in layers.items() if name not in ATTENTION}
+    not_cached = [name for name in others if getattr(config, STATES.get(name, ""), None) is None]
+    return ModelKinds(tuple(kinds), others, tuple(not_cached))
 
 
 def _layer_types(config: Any) -> Iterator[str]:
     """What each layer is; those that use the KV of another one keep nothing."""
     number = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
-    names = getattr(config, "layer_types", None)
+    names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if names is None:
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
         names = ["sliding_attention" if windows else "full_attention"] * number
-    yield from names[:number]
+    yield from (name for name in names[:number] if name not in KEEP_NOTHING)
 
 
 def _kind(config: Any, name: str, num_layers: int, block_size: int) -> Kind:

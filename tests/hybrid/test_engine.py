@@ -342,7 +342,7 @@ def engine(platform: Platform, kinds: list[Kind], groups: list[Group], **config:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ({"host_memory": "/tmp/none.socket"}, "host_memory: set it to null"),
+        ({"host_memory": "/tmp/none.socket"}, r"host_memory: got '/tmp/none.socket'; set it to null"),
         ({"save_unfull_chunk": True}, "save_unfull_chunk: got true; set it to false"),
         ({"page_codec": "lossless"}, "page_codec: got 'lossless'; set it to 'raw' or 'auto'"),
         ({"page_codec": "fp8"}, "page_codec: got 'fp8'; set it to 'raw' or 'auto'"),

@@ -9,7 +9,7 @@ import pytest
 
 from lwkv.errors import ConfigError
 from lwkv.kinds import Kind
-from lwkv.kinds.model_config import read_model
+from lwkv.kinds.model_config import UnknownLayersError, read_model
 
 
 def config(**more: Any) -> SimpleNamespace:
@@ -50,8 +50,37 @@ def test_layers_with_states_are_counted_by_their_name() -> None:
     assert [kind.num_layers for kind in found.kinds] == [1]
     assert found.others == {"linear_attention": 3}
 
+    assert found.not_cached == ("linear_attention",)
 
-@pytest.mark.parametrize("name", ["global_head_dim", "kv_lora_rank", "index_head_dim"])
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("linear_attention", "linear_key_head_dim"), ("conv", "conv_L_cache")]
+)
+def test_states_that_are_cached_are_known_by_a_field_that_goes_with_them(name: str, field: str) -> None:
+    types = [name, "full_attention"] * 2
+    assert read_model(config(layer_types=types, **{field: 4}), 16).not_cached == ()
+    assert read_model(config(layer_types=types), 16).not_cached == (name,)
+    assert read_model(config(layer_types=[name, "mamba"] * 2, **{field: 4}), 16).not_cached == ("mamba",)
+
+
+def test_older_names_of_layers_are_read_too_and_those_without_a_cache_left_out() -> None:
+    found = read_model(config(layers_block_type=["mamba", "attention", "moe", "mlp"]), 16)
+    assert [kind.num_layers for kind in found.kinds] == [1]
+    assert (found.others, found.not_cached) == ({"mamba": 1}, ("mamba",))
+
+
+def test_what_no_engine_caches_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"index_head_dim: got 128; .* leave lwkv out") as error:
+        read_model(config(index_head_dim=128, kv_lora_rank=512), 16)
+    assert not isinstance(error.value, UnknownLayersError)
+    with pytest.raises(ConfigError, match="num_attention_heads: there is none") as error:
+        read_model(SimpleNamespace(num_hidden_layers=4), 16)
+    assert not isinstance(error.value, UnknownLayersError)
+    with pytest.raises(ConfigError, match="num_hidden_layers: there is none"):
+        read_model(SimpleNamespace(), 16)
+
+
+@pytest.mark.parametrize("name", ["global_head_dim", "kv_lora_rank"])
 def test_a_model_whose_layers_differ_in_their_heads_is_not_guessed_at(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: got 512; .* when the engine starts"):
+    with pytest.raises(UnknownLayersError, match=f"{name}: got 512; .* when the engine starts"):
         read_model(config(**{name: 512}), 16)

@@ -6,22 +6,29 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from lwkv.cli.doctor.model_refusals import find_refusals, has_several_groups
 from lwkv.cli.doctor.report import Report
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.kinds import Kind, choose_chunk_size
-from lwkv.kinds.model_config import ModelKinds, read_model
+from lwkv.kinds.model_config import ModelKinds, UnknownLayersError, read_model
 from lwkv.kinds.words import boundary_bytes, describe_kind, size, token_bytes
 
 
 def examine_model(report: Report, config: Config, folder: str, block_size: int) -> None:
-    """Fill in what a model keeps; one that cannot be read is a fault."""
+    """Fill in what a model keeps; one that cannot be read, or that the engine would refuse, is a fault."""
     try:
         model = read_model(read_folder(folder), block_size)
+    except UnknownLayersError as error:
+        report.advice.append(f"The model {folder} cannot be looked at: {error}.")
+        return
     except (ConfigError, ImportError, OSError, ValueError) as error:
         report.faults.append(f"the model {folder} cannot be looked at: {error}")
         return
-    report.model = dict(_rows(model, config, block_size))
+    version = report.versions.get("vllm")
+    report.model = dict(_rows(model, config, block_size, has_several_groups(model, version)))
+    faults = find_refusals(model, config, version)
+    report.faults += [f"the engine would refuse the model {folder} beside lwkv: {fault}" for fault in faults]
 
 
 def read_folder(folder: str) -> Any:
@@ -36,7 +43,7 @@ def read_folder(folder: str) -> Any:
     )
 
 
-def _rows(model: ModelKinds, config: Config, block_size: int) -> Iterator[tuple[str, str]]:
+def _rows(model: ModelKinds, config: Config, block_size: int, several: bool) -> Iterator[tuple[str, str]]:
     for kind in model.kinds:
         yield kind.name, describe_kind(kind)
     for name, count in model.others.items():
@@ -44,9 +51,11 @@ def _rows(model: ModelKinds, config: Config, block_size: int) -> Iterator[tuple[
             name,
             f"{count} layers, which keep no KV of tokens: what they take is logged when the engine starts",
         )
-    if model.others or len(model.kinds) > 1:
+    if several:
+        yield "groups of caches", "several in vLLM, as long as --disable-hybrid-kv-cache-manager is not set"
         yield "speculative decoding", "refused beside lwkv in vLLM, where caches are in several groups"
     if model.others:
+        yield "prefix caching", "only vLLM with --enable-prefix-caching finds states again"
         yield "chunk_size", "logged when the engine starts: its blocks are as large as states need"
     elif model.kinds:
         yield "chunk_size", choose_chunk_size(config.chunk_size, [block_size]).words()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lwkv.config.messages import joined
+from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.hybrid.refusals import unusable_settings
 from lwkv.integrations.vllm.hybrid.groups import ONE_GROUP
@@ -25,17 +27,28 @@ def can_have_groups(version: str) -> bool:
 
 
 def refuse(settings: Settings, vllm_config: Any, has_states: bool = False) -> None:
-    """Raise ConfigError for what cannot be used with several groups, and log what has no effect there.
+    """Raise ConfigError for all that cannot be used with several groups, and log what has no effect there.
 
     Args:
         has_states: whether some layers keep a state: vLLM cannot have these in one group with others.
     """
-    of_settings = (f"{name} as it is set cannot be used" for name, _ in unusable_settings(settings))
-    for problem in (*of_settings, *_of_vllm(vllm_config, has_states)):
-        advice = "change that, or leave lwkv out" if has_states else f"{ONE_GROUP}, or change that"
-        raise ConfigError(f"{problem} with the several groups of KV caches that this model has; {advice}")
+    problems = [*settings_problems(settings), *_of_vllm(vllm_config, has_states)]
+    if problems:
+        raise ConfigError(refusal(problems, has_states))
     if settings.load_when == "cheaper":
         log.info("with several groups of KV caches all that is found in host memory is loaded")
+
+
+def settings_problems(config: Config) -> list[str]:
+    """The settings that cannot be used with several groups, a line each: the value got, and what to do."""
+    return [f"{name}: {what_to_do}" for name, what_to_do in unusable_settings(config)]
+
+
+def refusal(problems: Sequence[str], has_states: bool) -> str:
+    """The text of an error that has all problems, and what to do instead."""
+    instead = "leave lwkv out for this model" if has_states else ONE_GROUP
+    first = "this model has several groups of KV caches, with which these cannot be used:"
+    return joined([first, *problems, f"Change that, or {instead}"])
 
 
 def _of_vllm(vllm_config: Any, has_states: bool) -> Iterator[str]:
@@ -44,15 +57,15 @@ def _of_vllm(vllm_config: Any, has_states: bool) -> Iterator[str]:
     if drafts is not None and has_states:
         yield (
             f"speculative decoding, here by {method!r}, cannot be used: a step leaves a state for each token "
-            "that it tries, and vLLM does not report which of them it keeps,"
+            "that it tries, and vLLM does not report which of them it keeps"
         )
     elif drafts is not None:
         yield (
             f"speculative decoding, here by {method!r}, cannot be used: a draft model computes when "
-            "a step's stores have been queued, and other methods were not tried,"
+            "a step's stores have been queued, and other methods were not tried"
         )
-    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1:
-        yield "pipeline_parallel_size above 1 was not tried"
+    if (stages := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) > 1:
+        yield f"pipeline_parallel_size: got {stages}, which was not tried; set it to 1"
     events = getattr(vllm_config, "kv_events_config", None)
     if events is not None and events.enable_kv_cache_events:
-        yield "enable_kv_cache_events has no events of lwkv's"
+        yield "enable_kv_cache_events: got true, and lwkv has no events here; set it to false"

@@ -15,16 +15,33 @@ def vllm_config(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("settings", "line"),
     [
-        ({"host_memory": "/tmp/none.socket"}, "host_memory"),
-        ({"save_unfull_chunk": True}, "save_unfull_chunk"),
-        ({"enable_blending": True}, "enable_blending"),
+        ({"host_memory": "/tmp/none.socket"}, "host_memory: got '/tmp/none.socket'; set it to null"),
+        ({"save_unfull_chunk": True}, "save_unfull_chunk: got true; set it to false"),
+        ({"enable_blending": True}, "enable_blending: got true; set it to false"),
     ],
 )
-def test_settings_that_need_one_group_are_named_with_what_to_do(settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} .*--disable-hybrid-kv-cache-manager"):
+def test_settings_that_need_one_group_are_named_with_what_to_do(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
         refuse(Settings(**settings), vllm_config())
+    text = str(error.value)
+    assert line in text
+    assert "--disable-hybrid-kv-cache-manager" in text
+
+
+def test_all_that_cannot_be_used_is_told_at_once() -> None:
+    wrong = Settings(save_unfull_chunk=True, page_codec="fp8")
+    with pytest.raises(ConfigError) as error:
+        refuse(wrong, vllm_config(speculative_config=SimpleNamespace(method="eagle")))
+    first, *problems, last = str(error.value).splitlines()
+    assert "several groups of KV caches" in first
+    assert [line.split(":")[0].split(",")[0] for line in problems] == [
+        "save_unfull_chunk",
+        "page_codec",
+        "speculative decoding",
+    ]
+    assert last.startswith("Change that, or start vLLM with --disable-hybrid-kv-cache-manager")
 
 
 @pytest.mark.parametrize(
@@ -42,12 +59,12 @@ def test_features_of_vllm_that_were_not_tried_are_named(more: dict[str, Any], te
 
 def test_speculative_decoding_beside_states_is_refused_with_its_own_reason() -> None:
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
-    with pytest.raises(ConfigError, match=r"a state for each token that it tries.*leave lwkv out"):
+    with pytest.raises(ConfigError, match=r"a state for each token that it tries[\s\S]*leave lwkv out"):
         refuse(Settings(), drafts, has_states=True)
 
 
 def test_models_with_states_are_not_sent_to_one_group() -> None:
-    with pytest.raises(ConfigError, match=r"save_unfull_chunk .*leave lwkv out") as error:
+    with pytest.raises(ConfigError, match=r"save_unfull_chunk: [\s\S]*leave lwkv out") as error:
         refuse(Settings(save_unfull_chunk=True), vllm_config(), has_states=True)
     assert "--disable-hybrid-kv-cache-manager" not in str(error.value)
 
