@@ -104,6 +104,10 @@ class LowerKinds:
         if storage is not None:
             self.prefetches.begin(number, keys, first, pins, storage)
 
+    def read_back_first(self) -> None:
+        """As LowerTiers'."""
+        self._lower.read_back_first()
+
     def unread_tiers(self) -> dict[str, float]:
         """As StorageManager's."""
         return self._any.unread_tiers()

@@ -135,6 +135,11 @@ class Guard:
         put.add_done_callback(partial(self._end_put, key))
         return put
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether chunks are being put, or wait for that."""
+        return bool(self._puts)
+
     def follow(self, prompt: Sequence[ChunkKey]) -> None:
         """Let a tier that is Ordered know that a prompt is used; never blocks."""
         if self._notes is not None and prompt:

@@ -16,6 +16,7 @@ from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Guard
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.prompt_part import PromptPart, Rows, one_row
+from lwkv.storage.read_back import ReadBack
 
 
 class PendingCopy(NamedTuple):
@@ -49,7 +50,12 @@ class LowerTiers:
         self._pending: deque[PendingCopy] = deque()
         self._pending_pages = 0
         self._given_up = 0
+        self._read_backs: dict[Guard, ReadBack] = {}
         self._lock = threading.Lock()
+
+    def read_back_first(self) -> None:
+        """Have some of the first chunks that each tier gets read back, see ReadBack."""
+        self._read_backs = {guard: ReadBack(guard, self._pool) for guard in self.guards}
 
     def find(
         self, keys: Sequence[ChunkKey], known: Sequence[bool], within_s: float = float("inf")
@@ -158,7 +164,10 @@ class LowerTiers:
     def _written(self, copy: PendingCopy, put: Future[bool]) -> None:
         if put.cancelled() and self._defer(copy, self._pool.max_pages // 2):
             return
-        if put.cancelled() or put.exception() is not None or not put.result():
-            with self._lock:
-                self._given_up += 1
-        self._pool.release(copy.chunk.pages)
+        with ExitStack() as ending:
+            ending.callback(self._pool.release, copy.chunk.pages)
+            if put.cancelled() or put.exception() is not None or not put.result():
+                with self._lock:
+                    self._given_up += 1
+            elif (read_back := self._read_backs.get(copy.guards[0])) is not None:
+                read_back.note_written(copy.key, copy.chunk)

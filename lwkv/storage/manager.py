@@ -16,6 +16,7 @@ from lwkv.background.workers import Workers
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.pool.host_pool import HostPool
+from lwkv.storage.chunk_parts import parts_of_chunk
 from lwkv.storage.guard import Check, Guard, all_whole
 from lwkv.storage.hold import Found, Hold, LayerFetch, LayerPages, take_over
 from lwkv.storage.host_tier import Chunk, HostChunks, HostTier
@@ -29,10 +30,6 @@ from lwkv.telemetry.log_throttle import LogThrottle
 from lwkv.telemetry.tier_meter import Meter
 
 log = logging.getLogger(__name__)
-
-BYTES_A_READ = 8 << 20
-"""About so much of a chunk is read in one call where its layers are not waited for one by one: enough that a
-call is worth its cost, and little enough that several read a chunk beside each other."""
 
 
 class StorageManager:
@@ -409,10 +406,9 @@ class StorageManager:
         if pages is None:
             self._lack_memory(self.num_layers)
             return []
-        size, calls = max(1, BYTES_A_READ // self._pool.page_stride), []
-        unasked = pages
+        unasked, calls = pages, []
         try:
-            for layers in np.split(np.arange(self.num_layers), range(size, self.num_layers, size)):
+            for layers in parts_of_chunk(self.num_layers, self._pool.page_stride):
                 call = guard.get_layers([LayerKey(key, layer) for layer in layers.tolist()], pages[layers])
                 unasked = unasked[len(layers) :]
                 call.add_done_callback(partial(take_over, hold, layers, position, pages[layers], over))

@@ -8,7 +8,7 @@ from storage.faulty_tier import Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, Rig, key, keys
 
 from lwkv.keys import ChunkKey
-from lwkv.storage import manager
+from lwkv.storage import chunk_parts
 from lwkv.storage import prefetch as module
 from lwkv.storage.prefetch import Prefetches
 
@@ -67,7 +67,7 @@ def test_a_chunk_takes_few_calls_of_neighbouring_layers(
     layers_a_read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call wakes threads, which take the interpreter from the one that launches kernels."""
-    monkeypatch.setattr(manager, "BYTES_A_READ", layers_a_read * 4096 + 1)
+    monkeypatch.setattr(chunk_parts, "BYTES_A_READ", layers_a_read * 4096 + 1)
     rig, tier, prefetches = below()
     prefetches.begin(1, keys(*NUMBERS), 0)
     settle(rig, prefetches)
@@ -125,7 +125,7 @@ def test_one_that_is_stopped_before_its_turn_ends_and_lets_the_next_one_begin() 
     tier.end_faults()
     prefetches.begin(3, keys(4, 5), 0)
     settle(rig, prefetches)
-    assert prefetches.ended() == [1, 3]
+    assert sorted(prefetches.ended()) == [1, 3], "the calls of both may be under way at once"
     assert rig.host.contains(keys(*NUMBERS)) == [True, True, False, True, True]
     prefetches.close()
     rig.end()
@@ -175,7 +175,7 @@ def test_one_of_which_nothing_can_be_asked_ends_and_holds_nothing(monkeypatch: p
 def test_one_whose_chunk_cannot_be_asked_for_whole_holds_no_page_of_it(
     num_asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "BYTES_A_READ", 1)  # a call for each layer
+    monkeypatch.setattr(chunk_parts, "BYTES_A_READ", 1)  # a call for each layer
     rig, _, prefetches = below()
     [guard] = rig.manager.lower.guards
     get_layers, asked = guard.get_layers, list[Any]()

@@ -321,6 +321,8 @@ def _make_worker(
         platform=platform_for(device),
         lock_memory=False,
     )
+    if settings.load_when == "cheaper":
+        engine.parts().storage.lower.read_back_first()
     block_size = only_group(kv_cache_config).kv_cache_spec.block_size
     fails = settings.on_load_failure == "fail"
     blending = None

@@ -87,4 +87,6 @@ def make_worker(
         # vLLM captures its graphs after this, and page-locking would end a capture: see `introduce`.
         lock_memory=False,
     )
+    if engine.lower is not None and settings.load_when == "cheaper":
+        engine.lower.read_back_first()
     return HybridWorker(engine, rank.number, settings.load_timeout_s)
