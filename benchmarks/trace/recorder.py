@@ -15,7 +15,7 @@ from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine
 from lwkv.codecs import PageCheck
 from lwkv.connectors.lane import Lane
 from lwkv.connectors.saver import Saver
-from lwkv.connectors.transfer_plan import Plan
+from lwkv.connectors.transfer_plan import TransferPlan
 from lwkv.pipeline import prompt_keys
 from lwkv.platforms import CopyBatch, Event, Stream
 from lwkv.storage import StorageManager, Write
@@ -31,8 +31,8 @@ HOST_CALLS: tuple[tuple[Any, str], ...] = (
     (StorageManager, "begin_write"),
     (HostTier, "evict"),
     (Saver, "begin_save"),
-    (Plan, "slices"),
-    (Plan, "copy"),
+    (TransferPlan, "slices"),
+    (TransferPlan, "copy"),
     (Saver, "end_save"),
     (Saver, "whole_chunks"),
     (PageCheck, "fits"),

@@ -109,10 +109,12 @@ def _coders(bench: Bench, form: LosslessForm) -> Iterator[tuple[str, Coder]]:
     if not bench.platform.features.triton:
         yield "torch", coders_for(bench.platform)(form)
         return
-    from lwkv.codecs.triton.lossless import TritonLossless, Tuning
+    from lwkv.codecs.triton.lossless import LosslessTuning, TritonLossless
 
     for words, warps in product(WORDS, WARPS):
-        tuning = Tuning(decode_words=words, decode_warps=warps, encode_words=words, encode_warps=warps)
+        tuning = LosslessTuning(
+            decode_words=words, decode_warps=warps, encode_words=words, encode_warps=warps
+        )
         yield f"{words} words at once, {warps} warps", TritonLossless(form, tuning)
 
 

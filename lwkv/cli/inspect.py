@@ -16,7 +16,7 @@ from lwkv.storage.disk.checksum import checksum
 from lwkv.storage.disk.format import ALIGNMENT, BadFileError, Header, LayerEntry, header_size, unpack
 from lwkv.storage.disk.io import bytes_taken, open_to_read
 from lwkv.storage.disk.lock import is_owned, locked
-from lwkv.storage.disk.names import CHUNK_SUFFIX, Kind, kind_of
+from lwkv.storage.disk.names import CHUNK_SUFFIX, FileKind, kind_of
 
 LOCK_TIMEOUT_S = 10.0
 PIECE_BYTES = 1 << 24
@@ -111,10 +111,10 @@ def _is_still(path: Path, status: os.stat_result) -> bool:
         return False
 
 
-def _look_into(path: Path, kind: Kind, found: FileFound, verify: bool) -> FileFound:
-    if kind is Kind.PROBE or (kind is Kind.DRAFT and not is_owned(str(path))):
+def _look_into(path: Path, kind: FileKind, found: FileFound, verify: bool) -> FileFound:
+    if kind is FileKind.PROBE or (kind is FileKind.DRAFT and not is_owned(str(path))):
         return replace(found, kind=LEFTOVER)
-    if kind is not Kind.CHUNK:
+    if kind is not FileKind.CHUNK:
         return found
     try:
         form = _read(path, verify).form
@@ -173,7 +173,7 @@ def _clean(folder: Path, found: list[FileFound], verify: bool) -> list[str]:
 
 
 def _is_useless(file: FileFound) -> bool:
-    return bool(file.fault) or file.kind in (Kind.BAD.value, LEFTOVER)
+    return bool(file.fault) or file.kind in (FileKind.BAD.value, LEFTOVER)
 
 
 def _remove(path: Path) -> bool:
@@ -192,7 +192,7 @@ def _lines(found: list[FileFound], removed: list[str] | None, verified: bool) ->
     for file in found:
         gone = " (removed)" if file.name in (removed or ()) else ""
         yield f"{file.num_bytes / 2**20:9.2f} MiB  {file.kind:21}  {file.name}  {_about(file)}{gone}".rstrip()
-    whole = [file for file in found if file.kind == Kind.CHUNK.value and not file.fault]
+    whole = [file for file in found if file.kind == FileKind.CHUNK.value and not file.fault]
     checked = "every byte as its checksum says" if verified else "checksums not compared: --verify does"
     yield f"{len(whole)} chunks, {sum(file.num_bytes for file in whole) / 2**30:.2f} GiB; {checked}"
     faults = f"{sum(bool(file.fault) for file in found)} files with a fault"

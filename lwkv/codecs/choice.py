@@ -22,7 +22,7 @@ _WHY_LOSSLESS = "page_codec=auto: as fast as raw here or faster, and every bit c
 _WHY_FP8 = "page_codec=fp8: LOSSY, loaded values are rounded to 4 significant bits or fewer"
 
 
-class Choice(NamedTuple):
+class CodecChoice(NamedTuple):
     """The codec of an engine's layers, and why it is this one: words to follow its name."""
 
     codec: PageCodec
@@ -35,7 +35,7 @@ def choose_codec(
     layers: Sequence[PagedLayer],
     chunk_size: int,
     against: Callable[[PageCodec], str | None] = lambda codec: None,
-) -> Choice:
+) -> CodecChoice:
     """The codec of `page_codec=asked`, one for all layers; "auto" is raw where lossless is not known to pay.
 
     Args:
@@ -45,16 +45,18 @@ def choose_codec(
         ConfigError: "lossless" or "fp8" with a layer that it does not serve.
     """
     if asked == "raw":
-        return Choice(RawPages(chunk_size), "page_codec=raw")
+        return CodecChoice(RawPages(chunk_size), "page_codec=raw")
     if asked == "fp8":
         _require(asked, layers, fp8.why_not, "bfloat16, float16 or float32 caches")
-        return Choice(Fp8Pages(chunk_size, fp8_coders_for(platform)), _WHY_FP8)
+        return CodecChoice(Fp8Pages(chunk_size, fp8_coders_for(platform)), _WHY_FP8)
     raw, lossless_pages = RawPages(chunk_size), LosslessPages(chunk_size, coders_for(platform))
     if asked == "auto":
         reason = _why_raw(platform, layers, raw, lossless_pages) or against(lossless_pages)
-        return Choice(raw, f"page_codec=auto: {reason}") if reason else Choice(lossless_pages, _WHY_LOSSLESS)
+        if reason:
+            return CodecChoice(raw, f"page_codec=auto: {reason}")
+        return CodecChoice(lossless_pages, _WHY_LOSSLESS)
     _require(asked, layers, lossless.why_not, "bfloat16 caches")
-    return Choice(lossless_pages, "page_codec=lossless")
+    return CodecChoice(lossless_pages, "page_codec=lossless")
 
 
 def _why_raw(

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from lwkv.connectors.lane import Lane
-from lwkv.connectors.transfer_plan import Plan, Plans, Slice
+from lwkv.connectors.transfer_plan import Plans, Slice, TransferPlan
 from lwkv.connectors.turned_load import TurnedLoad, TurningLoader, rows_of
 from lwkv.kernels import Kernels, Rows
 from lwkv.layouts.paged_layer import PagedLayer
@@ -42,7 +42,7 @@ class BufferedLoad(TurnedLoad):
     buffers: Sequence[PagedLayer] = ()
     num_rows: int = 0
     places: torch.Tensor | None = None
-    filled: list[tuple[Plan, torch.Tensor | None]] = field(default_factory=list)
+    filled: list[tuple[TransferPlan, torch.Tensor | None]] = field(default_factory=list)
     num_flushed: int = 0
     user: Stream = None
 
@@ -166,7 +166,7 @@ class BufferedLoader(TurningLoader[BufferedLoad]):
     def _targets(self, load: BufferedLoad, layers: range) -> Sequence[PagedLayer]:
         return [load.buffer(layers.start)]
 
-    def _empty(self, layer: PagedLayer, buffer: PagedLayer, plan: Plan, places: torch.Tensor) -> None:
+    def _empty(self, layer: PagedLayer, buffer: PagedLayer, plan: TransferPlan, places: torch.Tensor) -> None:
         for piece in plan.slices(layer):
             if piece.first_row < piece.last_row:
                 place = places[piece.first_row : piece.last_row]

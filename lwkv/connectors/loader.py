@@ -15,7 +15,7 @@ import torch
 
 from lwkv.codecs.page_codec import PagedCoder
 from lwkv.connectors.lane import Lane, StagingBuffer
-from lwkv.connectors.transfer_plan import FIRST_LAYERS, Plan, Plans, Slice
+from lwkv.connectors.transfer_plan import FIRST_LAYERS, Plans, Slice, TransferPlan
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Event, Int64s, Stream
 from lwkv.telemetry.timeline import Recording, Timeline
@@ -49,7 +49,7 @@ class Load:
     """
 
     lane: Lane
-    plan: Plan
+    plan: TransferPlan
     arrived: list[Event | None]
     prefilled: deque[StagingBuffer] = field(default_factory=deque)
     recordings: dict[int, Recording] = field(default_factory=dict)

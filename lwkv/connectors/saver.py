@@ -13,7 +13,7 @@ import torch
 
 from lwkv.codecs.page_codec import Flags
 from lwkv.connectors.lane import Lane, StagingBuffer
-from lwkv.connectors.transfer_plan import Plan, Plans, Slice
+from lwkv.connectors.transfer_plan import Plans, Slice, TransferPlan
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import Event, Int64s, Stream
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -44,7 +44,7 @@ class Save:
     """
 
     lane: Lane
-    plan: Plan
+    plan: TransferPlan
     pages: Int64s
     layers_per_group: int = 1
     sync: bool = True

@@ -83,7 +83,7 @@ class SliceShape:
         return max(1, self.chunks_per_slice // num_chunks) if self.may_share and num_chunks else 1
 
 
-class Plan:
+class TransferPlan:
     """A transfer cut into slices of as many chunks as a staging buffer holds, or several layers in one.
 
     The copies need nothing of the device; the rows, made and uploaded on first use, come after them.
@@ -124,9 +124,11 @@ class Plan:
         self._prepared: list[PageCopies] = []
         self._num_prepared = 0
 
-    def only(self, chunks: npt.NDArray[np.bool_]) -> Plan:
+    def only(self, chunks: npt.NDArray[np.bool_]) -> TransferPlan:
         """The same without the chunks that are False, bool (chunks,)."""
-        return Plan(self.transfer.only(chunks), self.uploads, self._pool, self._codec, self._slice_shape)
+        return TransferPlan(
+            self.transfer.only(chunks), self.uploads, self._pool, self._codec, self._slice_shape
+        )
 
     def slices(self, layer: PagedLayer) -> list[Slice]:
         """The rows of `layer` to move, a staging buffer at a time."""
@@ -273,10 +275,10 @@ class Plans:
         coder = codec.coder(layers[0]) if self.slice_shape.may_share else None
         self.paged_coder: PagedCoder | None = None if coder is None else coder.paged(layers)
 
-    def make(self, transfer: Transfer, stream: Stream, pages: Int64s | None = None) -> Plan:
-        """Plan `transfer`; its tables go to the device on `stream`. `pages` as Plan's."""
+    def make(self, transfer: Transfer, stream: Stream, pages: Int64s | None = None) -> TransferPlan:
+        """Plan `transfer`; its tables go to the device on `stream`. `pages` as TransferPlan's."""
         uploads = RowTables(self.platform, self.device, stream, self.spare)
-        return Plan(transfer, uploads, self.pool, self.codec, self.slice_shape, pages)
+        return TransferPlan(transfer, uploads, self.pool, self.codec, self.slice_shape, pages)
 
     def page_check(self) -> PageCheck:
         """What shows whether pages of these layers can be decoded."""

@@ -12,7 +12,7 @@ import torch
 
 from lwkv.connectors.loader import Load, Loader
 from lwkv.connectors.rope import Rope, Turning
-from lwkv.connectors.transfer_plan import Plan, Slice
+from lwkv.connectors.transfer_plan import Slice, TransferPlan
 from lwkv.errors import RequestError
 from lwkv.kernels import Rows, Turn
 from lwkv.layouts.paged_layer import PagedLayer
@@ -81,7 +81,7 @@ class TurningLoader(Loader[TurnedT]):
         staged = load.plan.staged(targets, staging, load.arrival(piece))
         load.lane.move(staged._replace(turn=load.turn_of(piece)))
 
-    def _turning(self, plan: Plan, shift: Int64s | None) -> Turning | None:
+    def _turning(self, plan: TransferPlan, shift: Int64s | None) -> Turning | None:
         """What turns keys by `shift`. Raises RequestError as `begin_load`."""
         if shift is None:
             return None

@@ -19,7 +19,7 @@ from lwkv.storage.guard import Guard
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.lower_tiers import LowerTiers
 from lwkv.storage.prefetch import Prefetches
-from lwkv.storage.prompt_part import Rows
+from lwkv.storage.prompt_part import PromptRows
 from lwkv.storage.registry import open_tiers
 from lwkv.telemetry.counters import Counters
 
@@ -149,7 +149,7 @@ def tier_setup(
     return TierSetup(config, kinds[0].num_pages, page_bytes, page_format, counters, layers)
 
 
-def rows_of(kinds: Sequence[KindPages]) -> Rows:
+def rows_of(kinds: Sequence[KindPages]) -> PromptRows:
     """How chunks of these kinds depend on others, see HybridHostTier: on full attention, or on nothing."""
     main = next((kind.namespace for kind in kinds if kind.is_full), None)
     return partial(_rows, main)

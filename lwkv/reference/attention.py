@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lwkv.reference.batch import Batch, Share
+from lwkv.reference.batch import Batch, RequestShare
 from lwkv.reference.cache import PagedCache
 
 
@@ -15,7 +15,7 @@ def attend(layer: int, q: Tensor, cache: PagedCache, batch: Batch) -> Tensor:
     return torch.cat([_attend_share(layer, q[share.rows], cache, share) for share in batch.shares])
 
 
-def _attend_share(layer: int, q: Tensor, cache: PagedCache, share: Share) -> Tensor:
+def _attend_share(layer: int, q: Tensor, cache: PagedCache, share: RequestShare) -> Tensor:
     k, v = cache.read(layer, share.blocks, share.num_tokens)
     if len(q) == 1:
         return _attend_one(q, k, v)

@@ -23,7 +23,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RequestShare:
     """One request's share of a batch.
 
     `rows` are its new tokens among the batch's; `blocks`, int64, hold its `num_tokens` tokens so far. `mask`,
@@ -49,7 +49,7 @@ class Batch:
     blocks: Tensor
     offsets: Tensor
     last_rows: Tensor
-    shares: tuple[Share, ...]
+    shares: tuple[RequestShare, ...]
     num_positions: int
 
 
@@ -78,9 +78,9 @@ def build_batch(parts: Sequence[Part], block_size: int, device: torch.device) ->
     )
 
 
-def _share(part: Part, end_row: int, table: Tensor, device: torch.device) -> Share:
+def _share(part: Part, end_row: int, table: Tensor, device: torch.device) -> RequestShare:
     mask = None
     if part.start > 0 and len(part.tokens) > 1:
         own = torch.arange(part.start, part.end, device=device)[:, None]
         mask = torch.arange(part.end, device=device) <= own
-    return Share(slice(end_row - len(part.tokens), end_row), table.to(device), part.end, mask)
+    return RequestShare(slice(end_row - len(part.tokens), end_row), table.to(device), part.end, mask)

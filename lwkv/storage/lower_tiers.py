@@ -15,7 +15,7 @@ from lwkv.keys import ChunkKey
 from lwkv.pool.host_pool import HostPool
 from lwkv.storage.guard import Guard
 from lwkv.storage.host_tier import Chunk
-from lwkv.storage.prompt_part import PromptPart, Rows, one_row
+from lwkv.storage.prompt_part import PromptPart, PromptRows, one_row
 from lwkv.storage.read_back import ReadBack
 
 
@@ -41,7 +41,7 @@ class LowerTiers:
     """
 
     def __init__(
-        self, guards: Sequence[Guard], pool: HostPool, write_back: bool, rows: Rows = one_row
+        self, guards: Sequence[Guard], pool: HostPool, write_back: bool, rows: PromptRows = one_row
     ) -> None:
         self.guards = guards
         self._rows = rows

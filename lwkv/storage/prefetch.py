@@ -147,7 +147,7 @@ class Prefetch:
         self._turns = turns
         self._lock = threading.Lock()
         self._most_groups = 1
-        self._groups: set[Group] = set()
+        self._groups: set[ReadGroup] = set()
         self._pinned: list[Chunk] = []
         self._is_noted = False
         self._is_asking = self._has_asked_all = self._has_stopped = False
@@ -198,7 +198,7 @@ class Prefetch:
                 self._is_asking = False
                 return False
         first, end = self._next, min(self._next + CHUNKS_AT_A_TIME, len(self._keys))
-        group = Group(self._storage.hold(self._keys[:end], first, is_noted=True), self._end_group)
+        group = ReadGroup(self._storage.hold(self._keys[:end], first, is_noted=True), self._end_group)
         self._next = end
         with self._lock:
             self._has_asked_all |= end == len(self._keys) or len(group.hold.found) < end - first
@@ -211,7 +211,7 @@ class Prefetch:
             self._begin_group(group)
         return True
 
-    def _begin_group(self, group: Group) -> None:
+    def _begin_group(self, group: ReadGroup) -> None:
         with ExitStack() as undo:
             undo.callback(self._drop_group, group)
             group.ask(self._storage)
@@ -219,7 +219,7 @@ class Prefetch:
         if self._has_stopped:
             group.cancel()
 
-    def _drop_group(self, group: Group) -> None:
+    def _drop_group(self, group: ReadGroup) -> None:
         with self._lock:
             self._groups.discard(group)
         group.hold.release()
@@ -232,7 +232,7 @@ class Prefetch:
             log.error("chunks are not brought to host memory ahead", exc_info=error)
         self._end_if_last()
 
-    def _end_group(self, group: Group) -> None:
+    def _end_group(self, group: ReadGroup) -> None:
         hold = group.hold
         hold.release()
         keys = [item.key for item in hold.found]
@@ -262,14 +262,14 @@ class Prefetch:
             self._over()
 
 
-class Group:
+class ReadGroup:
     """Chunks that are read together.
 
     Args:
         over: called with the group when all calls have ended, or have failed.
     """
 
-    def __init__(self, hold: Hold, over: Callable[[Group], object]) -> None:
+    def __init__(self, hold: Hold, over: Callable[[ReadGroup], object]) -> None:
         self.hold = hold
         self._over = over
         self._calls: Sequence[Future[Int64s]] = ()

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from lwkv.keys import ChunkKey
 
-Rows: TypeAlias = "Callable[[Sequence[ChunkKey]], Sequence[Sequence[ChunkKey]]]"
+PromptRows: TypeAlias = "Callable[[Sequence[ChunkKey]], Sequence[Sequence[ChunkKey]]]"
 """From chunks that belong together to rows in which each is of no use without the one before it."""
 
 
@@ -27,7 +27,9 @@ class PromptPart:
         rows: in which a tier learns of them.
     """
 
-    def __init__(self, keys: Sequence[ChunkKey], tiers: Sequence[Hashable], rows: Rows = one_row) -> None:
+    def __init__(
+        self, keys: Sequence[ChunkKey], tiers: Sequence[Hashable], rows: PromptRows = one_row
+    ) -> None:
         self.keys = list(keys)
         self._rows = rows
         self._locks = {tier: threading.Lock() for tier in tiers}

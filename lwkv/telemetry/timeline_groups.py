@@ -13,7 +13,7 @@ _APART = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SpanGroup:
     """Layers `first` to `last` of a lane, from the first start to the last end, in seconds."""
 
     lane: Lane
@@ -27,31 +27,31 @@ class Group:
         return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
 
 
-def group_spans(spans: Iterable[Span]) -> list[Group]:
+def group_spans(spans: Iterable[Span]) -> list[SpanGroup]:
     """Join spans of neighbouring layers of a lane that began and ended together; in order of their start.
 
     Together means: within a twentieth of what they take. Layers that are computed are never joined, only the
     pieces of one layer that follow each other.
     """
-    groups: list[Group] = []
+    groups: list[SpanGroup] = []
     for span in sorted(spans, key=lambda span: (span.lane, span.layer, span.start)):
         last = groups[-1] if groups else None
         if last is not None and _is_together(last, span):
             start, end = min(last.start, span.start), max(last.end, span.end)
-            groups[-1] = Group(span.lane, last.first, span.layer, start, end)
+            groups[-1] = SpanGroup(span.lane, last.first, span.layer, start, end)
         else:
-            groups.append(Group(span.lane, span.layer, span.layer, span.start, span.end))
+            groups.append(SpanGroup(span.lane, span.layer, span.layer, span.start, span.end))
     return sorted(groups, key=lambda group: (group.start, group.first))
 
 
-def forward_passes(groups: Iterable[Group]) -> list[float]:
+def forward_passes(groups: Iterable[SpanGroup]) -> list[float]:
     """When each forward pass begins: where an earlier layer is computed than the one before it."""
     computed = [group for group in groups if group.lane == "compute"]
     later = [group.start for before, group in pairwise(computed) if group.first < before.last]
     return [group.start for group in computed[:1]] + later
 
 
-def _is_together(group: Group, span: Span) -> bool:
+def _is_together(group: SpanGroup, span: Span) -> bool:
     if span.lane == group.lane == "compute":
         pause = span.start - group.end
         return span.layer == group.last and pause <= _APART * (span.end - group.start)

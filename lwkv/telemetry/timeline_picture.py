@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lwkv.telemetry.timeline import LANES, Lane, Span, hidden_and_exposed
-from lwkv.telemetry.timeline_groups import Group, forward_passes, group_spans
+from lwkv.telemetry.timeline_groups import SpanGroup, forward_passes, group_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,21 +86,21 @@ def _load_summary(spans: Sequence[Span]) -> str:
     return f"\nload time hidden behind compute {hidden * 1e3:.2f} ms, exposed {exposed * 1e3:.2f} ms"
 
 
-def _lanes(groups: Sequence[Group]) -> list[Lane]:
+def _lanes(groups: Sequence[SpanGroup]) -> list[Lane]:
     there = {group.lane for group in groups}
     return [lane for lane in LANES if lane in there]
 
 
-def _milliseconds(groups: Sequence[Group], origin: float) -> float:
+def _milliseconds(groups: Sequence[SpanGroup], origin: float) -> float:
     return (max(group.end for group in groups) - origin) * 1e3
 
 
-def _bars(groups: Iterable[Group], origin: float, least: float) -> list[tuple[float, float]]:
+def _bars(groups: Iterable[SpanGroup], origin: float, least: float) -> list[tuple[float, float]]:
     """Start and width in ms; nothing is narrower than `least` ms, which can be seen."""
     return [((group.start - origin) * 1e3, max(least, (group.end - group.start) * 1e3)) for group in groups]
 
 
-def _draw_lanes(axes: Axes, groups: Sequence[Group], origin: float) -> None:
+def _draw_lanes(axes: Axes, groups: Sequence[SpanGroup], origin: float) -> None:
     shown = _lanes(groups)
     total = _milliseconds(groups, origin)
     for row, lane in enumerate(shown):
@@ -127,7 +127,7 @@ def _one_after_the_other(bars: Sequence[tuple[float, float]]) -> list[tuple[floa
     return apart
 
 
-def _mark_passes(lanes: Axes, rows: Axes, groups: Sequence[Group], origin: float) -> None:
+def _mark_passes(lanes: Axes, rows: Axes, groups: Sequence[SpanGroup], origin: float) -> None:
     """Draw a line where each of several forward passes begins, with its number if there is room."""
     starts = [(start - origin) * 1e3 for start in forward_passes(groups)]
     if len(starts) < 2:
@@ -151,7 +151,7 @@ def _seams(bars: Sequence[tuple[float, float]], least: float) -> list[float]:
 
 
 def _name_bars(
-    axes: Axes, row: int, groups: Sequence[Group], bars: Sequence[tuple[float, float]], character: float
+    axes: Axes, row: int, groups: Sequence[SpanGroup], bars: Sequence[tuple[float, float]], character: float
 ) -> None:
     """Write the layers into the part of each bar that no later one covers, if there is room in most bars of
     a pass through the layers."""
@@ -169,7 +169,7 @@ def _name_bars(
             axes.text(middle, row, name, **_LABEL)
 
 
-def _draw_rows(axes: Axes, groups: Sequence[Group], layers: Sequence[int], origin: float) -> None:
+def _draw_rows(axes: Axes, groups: Sequence[SpanGroup], layers: Sequence[int], origin: float) -> None:
     shown, total = _lanes(groups), _milliseconds(groups, origin)
     least = _LEAST * total
     row_of = {layer: row for row, layer in enumerate(layers)}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lwkv.codecs.raw import RawPages
-from lwkv.connectors.transfer_plan import Plan, Plans, Slice, page_shape
+from lwkv.connectors.transfer_plan import Plans, Slice, TransferPlan, page_shape
 from lwkv.layouts.paged_layer import PagedLayer
 from lwkv.platforms import CopyBatch, Int64s
 from lwkv.platforms.cpu import CPU
@@ -42,7 +42,7 @@ class PlanSetup:
     def plans(self, chunks_per_slice: int, layers: Sequence[PagedLayer]) -> Plans:
         return Plans(self.platform, layers, self.pool, RawPages(CHUNK), CHUNK, chunks_per_slice)
 
-    def plan(self, chunks_per_slice: int, transfer: Transfer, pages: Int64s | None = None) -> Plan:
+    def plan(self, chunks_per_slice: int, transfer: Transfer, pages: Int64s | None = None) -> TransferPlan:
         plans = self.plans(chunks_per_slice, self.layers)
         return plans.make(transfer, self.platform.current_stream(self.device), pages)
 

@@ -13,14 +13,14 @@ from demo_model import write_model
 from storage.servers import Server
 
 from lwkv.cli.demo import command
-from lwkv.cli.demo.restart import Restart, Served, Stored, restart_faults
+from lwkv.cli.demo.restart import FirstRun, Restart, Served, restart_faults
 from lwkv.cli.demo.restart_report import restart_lines
 from lwkv.cli.main import main
 from lwkv.platforms import Platform
 from lwkv.reference import QUESTIONS, document_prompt
 
 Demo = Callable[..., int]
-STORED = Stored([1], [5, 6], 2.0, 768, 800, ["one", "two"])
+STORED = FirstRun([1], [5, 6], 2.0, 768, 800, ["one", "two"])
 SERVED = Served([5, 6], 1.0, 768, 768, "disk", 768, {"disk_get_bytes": 1 << 20})
 
 
@@ -65,7 +65,7 @@ def test_a_second_process_answers_from_a_server(
     shown = capsys.readouterr().out
     require_served_by("valkey", code, shown)
     found = json.loads(shown)
-    stored = Stored(**found["stored"])
+    stored = FirstRun(**found["stored"])
     report = "\n".join(
         restart_lines(Restart(**found | {"stored": stored, "served": Served(**found["served"])}))
     )

@@ -42,7 +42,7 @@ class Play:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class FirstRun:
     """What the first process found: the first answer, the second by full recompute, and chunks stored.
 
     `hashes` are in the names of the chunks of both prompts, in every tier.
@@ -76,7 +76,7 @@ class Restart:
 
     tier: str
     questions: list[str]
-    stored: Stored
+    stored: FirstRun
     served: Served
     faults: list[str]
 
@@ -116,7 +116,7 @@ def restart(model: Path, platform: str | None, dtype: torch.dtype, tier: dict[st
     return Restart(url, list(QUESTIONS), stored, served, list(restart_faults(stored, served)))
 
 
-def compute_and_store(play: Play) -> Stored:
+def compute_and_store(play: Play) -> FirstRun:
     """The first process."""
     with _stage(play) as (stage, tokenizer, first, second):
         total = stage.num_layers * (2 * len(first.tokens) + len(second.tokens))
@@ -125,7 +125,7 @@ def compute_and_store(play: Play) -> Stored:
             recomputed = [stage.run(prompt, stage.no_cache, tick) for prompt in plain]
             cold = stage.run(first, stage.by_layers, tick)
         keys = [key for prompt in (first, second) for key in stage.engine.keys(prompt.tokens, prompt.salts)]
-        return Stored(
+        return FirstRun(
             cold.answer.tokens,
             recomputed[1].answer.tokens,
             recomputed[1].answer.first_token_s,
@@ -173,7 +173,7 @@ def _in_a_process(work: Callable[[Play], T], play: Play) -> T:
         return processes.submit(work, play).result()
 
 
-def restart_faults(stored: Stored, served: Served) -> Iterator[str]:
+def restart_faults(stored: FirstRun, served: Served) -> Iterator[str]:
     """What of both processes is not as it must be, one sentence each."""
     if served.tokens != stored.recomputed:
         yield f"second question: the tokens are {served.tokens}, by full recompute {stored.recomputed}"

@@ -22,14 +22,14 @@ BLOCK = 1024
 CODED, WORDS = Pointer(0, torch.uint8), Pointer(0, torch.int32)
 
 
-class Tuning(NamedTuple):
+class Fp8Tuning(NamedTuple):
     """Elements that a program works on at once, a power of two, and its warps."""
 
     elements: int = 2048
     warps: int = 4
 
 
-class Kernels:
+class Fp8Kernels:
     """`PageKernels` of fp8.
 
     Args:
@@ -42,7 +42,7 @@ class Kernels:
     def __init__(
         self,
         form: Fp8Form,
-        tuning: Tuning,
+        tuning: Fp8Tuning,
         kernels: tuple[object, object],
         pointers: Sequence[Pointer],
         most_rows: int,
@@ -71,11 +71,11 @@ class Kernels:
 class TritonFp8(TritonPages[Fp8Form]):
     """A `Coder` for devices with Triton."""
 
-    def __init__(self, form: Fp8Form, tuning: Tuning = Tuning()) -> None:  # noqa: B008
+    def __init__(self, form: Fp8Form, tuning: Fp8Tuning = Fp8Tuning()) -> None:  # noqa: B008
         self._tuning = tuning
         raw = Pointer(1, _element(form))
         most: int = triton.next_power_of_2(form.rows)
-        kernels = Kernels(form, tuning, (fp8_source.decode, fp8_source.encode), [raw], most)
+        kernels = Fp8Kernels(form, tuning, (fp8_source.decode, fp8_source.encode), [raw], most)
         super().__init__(form, kernels, is_callable_compiled(fp8_source.decode))
 
     def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
@@ -83,7 +83,7 @@ class TritonFp8(TritonPages[Fp8Form]):
         return _in_cache(self._form, layers, self._tuning) if alike else None
 
 
-def _in_cache(form: Fp8Form, layers: Sequence[PagedLayer], tuning: Tuning) -> PagesInCache:
+def _in_cache(form: Fp8Form, layers: Sequence[PagedLayer], tuning: Fp8Tuning) -> PagesInCache:
     """For layers that are alike."""
     first = layers[0]
     places, alignment = cache_places(layers, first.k.element_size())
@@ -92,7 +92,7 @@ def _in_cache(form: Fp8Form, layers: Sequence[PagedLayer], tuning: Tuning) -> Pa
     most: int = rows & -rows if first.parts > 1 else triton.next_power_of_2(rows)
     sources = fp8_source.decode_to_cache, fp8_source.encode_from_cache
     where = (*cache_constants(first, 1), alignment)
-    kernels = Kernels(form, tuning, sources, [PLACES, SLOTS], most, where)
+    kernels = Fp8Kernels(form, tuning, sources, [PLACES, SLOTS], most, where)
     return PagesInCache(kernels, places, first.num_rows, is_callable_compiled(fp8_source.decode_to_cache))
 
 

@@ -23,7 +23,7 @@ CODED = tuple(Pointer(0, dtype) for dtype in (torch.uint8, torch.int16, torch.in
 RAW = Pointer(1, torch.int32)
 
 
-class Tuning(NamedTuple):
+class LosslessTuning(NamedTuple):
     """Words that a program works on at once, a power of two, and its warps: to decode pages, to code them."""
 
     decode_words: int = 1024
@@ -32,7 +32,7 @@ class Tuning(NamedTuple):
     encode_warps: int = 2
 
 
-class Kernels:
+class LosslessKernels:
     """`PageKernels` of lossless pages.
 
     Args:
@@ -45,7 +45,7 @@ class Kernels:
     def __init__(
         self,
         form: LosslessForm,
-        tuning: Tuning,
+        tuning: LosslessTuning,
         kernels: tuple[object, object, object],
         pointers: Sequence[Pointer],
         most_rows: int,
@@ -92,10 +92,10 @@ class Kernels:
 class TritonLossless(TritonPages[LosslessForm]):
     """A `Coder` for devices with Triton."""
 
-    def __init__(self, form: LosslessForm, tuning: Tuning = Tuning()) -> None:  # noqa: B008
+    def __init__(self, form: LosslessForm, tuning: LosslessTuning = LosslessTuning()) -> None:  # noqa: B008
         self._tuning = tuning
         sources = decode_source.decode, encode_source.encode, encode_source.collect
-        kernels = Kernels(form, tuning, sources, [RAW], most_rows=form.groups * GROUP)
+        kernels = LosslessKernels(form, tuning, sources, [RAW], most_rows=form.groups * GROUP)
         super().__init__(form, kernels, is_callable_compiled(decode_source.decode))
 
     def paged(self, layers: Sequence[PagedLayer]) -> PagedCoder | None:
@@ -111,7 +111,7 @@ def _serves(form: LosslessForm, layers: Sequence[PagedLayer]) -> bool:
     return are_alike and first.words[0].element_size() >= 4 and (first.parts == 1 or rows % GROUP == 0)
 
 
-def _in_cache(form: LosslessForm, layers: Sequence[PagedLayer], tuning: Tuning) -> PagesInCache:
+def _in_cache(form: LosslessForm, layers: Sequence[PagedLayer], tuning: LosslessTuning) -> PagesInCache:
     """For layers that it serves."""
     first = layers[0]
     places, alignment = cache_places(layers, 4)
@@ -121,5 +121,5 @@ def _in_cache(form: LosslessForm, layers: Sequence[PagedLayer], tuning: Tuning) 
     decode, encode = decode_source.decode_to_cache, encode_source.encode_from_cache
     sources = decode, encode, encode_source.collect_from_cache
     where = (*cache_constants(first, 2), alignment)
-    kernels = Kernels(form, tuning, sources, [PLACES, SLOTS], most, where)
+    kernels = LosslessKernels(form, tuning, sources, [PLACES, SLOTS], most, where)
     return PagesInCache(kernels, places, first.num_rows, is_callable_compiled(decode))

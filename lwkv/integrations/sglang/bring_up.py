@@ -12,7 +12,7 @@ from lwkv.background.exit import waitable
 from lwkv.background.workers import Workers
 from lwkv.integrations.sglang.page_keys import page_keys
 from lwkv.storage import StorageManager
-from lwkv.storage.prefetch import Group
+from lwkv.storage.prefetch import ReadGroup
 
 NUM_THREADS = 2
 MOST_WAITING = 16
@@ -68,7 +68,7 @@ class BringUp:
         with ExitStack() as ending:
             # What is complete becomes part of host memory then; the rest goes back.
             ending.callback(hold.release)
-            group = Group(hold, lambda _: ended.set())
+            group = ReadGroup(hold, lambda _: ended.set())
             group.ask(self._storage)
             ended.wait(waitable(deadline - time.monotonic()))
             group.cancel()

@@ -16,7 +16,7 @@ from lwkv.storage.disk.header_cache import Version
 from lwkv.storage.disk.io import NO_SPACE, bytes_taken, create
 from lwkv.storage.disk.lock import FolderLock, is_owned, locked, own, used_in
 from lwkv.storage.disk.lru import Spared, Uses
-from lwkv.storage.disk.names import BAD_SUFFIX, CHUNK_SUFFIX, Kind, draft_name, kind_of
+from lwkv.storage.disk.names import BAD_SUFFIX, CHUNK_SUFFIX, FileKind, draft_name, kind_of
 from lwkv.telemetry.counters import Counters
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ NO_FILE = -1
 RESCAN_S = 30.0
 NOTHING_SPARED = Spared()
 SET_ASIDE_S = 1.0
-_BEING_MADE = (Kind.DRAFT, Kind.PROBE)
+_BEING_MADE = (FileKind.DRAFT, FileKind.PROBE)
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -318,7 +318,7 @@ class Folder:
                     # Not all of a file that is being written need be on the disk yet.
                     used += there.st_size if kind in _BEING_MADE else bytes_taken(there)
                     if kind not in _BEING_MADE:
-                        found[entry.name] = there.st_mtime if kind is Kind.CHUNK else 0.0
+                        found[entry.name] = there.st_mtime if kind is FileKind.CHUNK else 0.0
         lock.used = used
         self._uses.renew(found)
 

@@ -20,7 +20,7 @@ MOST_LINKS = 16384
 
 
 @dataclass(slots=True)
-class Use:
+class FileUse:
     """When a file was last used, and the time set on it for other processes; in seconds since the epoch."""
 
     at: float
@@ -42,7 +42,7 @@ class Uses:
     """
 
     def __init__(self) -> None:
-        self._uses: dict[str, Use] = {}
+        self._uses: dict[str, FileUse] = {}
         self._order: PrefixOrder[str] = PrefixOrder()
         # The parents of files that are not here: named lately, about to be written, or just gone.
         self._links: OrderedDict[str, str | None] = OrderedDict()
@@ -56,7 +56,7 @@ class Uses:
         """Learn of a file that was used then; what is known stays as it is."""
         with self._lock:
             if name not in self._uses:
-                self._uses[name] = Use(at, at)
+                self._uses[name] = FileUse(at, at)
                 self._order.add(name, self._links.pop(name, None))
 
     def follow(self, prompt: Sequence[str], now: float) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Uses:
     def evict_first(self, name: str) -> None:
         """Have a file be the next one that is taken."""
         with self._lock:
-            self._uses[name] = Use(0.0, 0.0)
+            self._uses[name] = FileUse(0.0, 0.0)
             self._order.add(name, None)
             self._order.evict_first(name)
 
@@ -116,7 +116,7 @@ class Uses:
     def renew(self, found: Mapping[str, float]) -> None:
         """Know these files only, used when `found` or this process says, whichever is later."""
         with self._lock:
-            former, self._uses = self._uses, {name: Use(at, at) for name, at in found.items()}
+            former, self._uses = self._uses, {name: FileUse(at, at) for name, at in found.items()}
             for name, use in self._uses.items():
                 if (known := former.get(name)) is not None:
                     use.at = max(use.at, known.at)
@@ -157,12 +157,12 @@ class Uses:
         self._latest = max(self._latest, now)
         return self._latest
 
-    def _remove(self, name: str) -> Use:
+    def _remove(self, name: str) -> FileUse:
         # It may come again: another process has used it, or it is written anew.
         if (parent := self._order.parent(name)) is not None:
             self._link(name, parent)
         self._order.remove(name)
-        return self._uses.pop(name, Use(0.0, 0.0))
+        return self._uses.pop(name, FileUse(0.0, 0.0))
 
     def _link(self, name: str, parent: str) -> None:
         self._links[name] = parent

@@ -12,7 +12,7 @@ _KEY = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.[0-9a-f]{32}"
 _OWN = re.compile(rf"{_KEY}\.(kv|bad|tmp-[0-9]+-[0-9a-f]{{8}})|\.lwkv-probe-[0-9]+-[0-9a-f]{{8}}")
 
 
-class Kind(Enum):
+class FileKind(Enum):
     """What a file in the folder is; any other is somebody else's and left alone."""
 
     CHUNK = "chunk"
@@ -21,12 +21,12 @@ class Kind(Enum):
     PROBE = "left by a dead process that tried the folder"
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> FileKind | None:
     """What the file of this name is; None if it is not lwkv's."""
     match = _OWN.fullmatch(name)
     if match is None:
         return None
-    return {"kv": Kind.CHUNK, "bad": Kind.BAD, None: Kind.PROBE}.get(match[1], Kind.DRAFT)
+    return {"kv": FileKind.CHUNK, "bad": FileKind.BAD, None: FileKind.PROBE}.get(match[1], FileKind.DRAFT)
 
 
 def is_key(text: str) -> bool:

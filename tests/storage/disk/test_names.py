@@ -10,7 +10,7 @@ from storage.rig import key
 from lwkv.storage.disk.names import (
     BAD_SUFFIX,
     CHUNK_SUFFIX,
-    Kind,
+    FileKind,
     draft_name,
     is_key,
     kind_of,
@@ -23,7 +23,7 @@ TEXT = key(1).to_string()
 def test_every_name_that_is_made_is_known_as_what_it_is() -> None:
     assert is_key(TEXT)
     made = [TEXT + CHUNK_SUFFIX, TEXT + BAD_SUFFIX, draft_name(TEXT), probe_name()]
-    assert [kind_of(name) for name in made] == [Kind.CHUNK, Kind.BAD, Kind.DRAFT, Kind.PROBE]
+    assert [kind_of(name) for name in made] == [FileKind.CHUNK, FileKind.BAD, FileKind.DRAFT, FileKind.PROBE]
 
 
 def test_names_that_are_made_twice_differ() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lwkv.blend import Deviation, FirstTokens, NoTokens, QueryAttention, RandomTokens, Selector
-from lwkv.cli.demo.blend.trial import Outcome, Task, Trial
+from lwkv.cli.demo.blend.trial import BlendOutcome, Task, Trial
 from lwkv.cli.demo.progress import Tick
 from lwkv.reference import read_document
 
@@ -116,7 +116,7 @@ def num_runs(repeats: int) -> int:
     return 3 * repeats + 4 * len(SHARES)
 
 
-def _run(trial: Trial, selector: Selector, share: float, tick: Tick) -> Outcome:
+def _run(trial: Trial, selector: Selector, share: float, tick: Tick) -> BlendOutcome:
     outcome = trial.blend(selector, share)
     tick(1)
     return outcome

@@ -51,7 +51,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BlendOutcome:
     """One way's answer.
 
     `kl` is the mean KL divergence of its predictions of the full prefill's answer from that one's own, in
@@ -136,7 +136,7 @@ class Trial:
 
     def blend(
         self, selector: Selector, share: float, *, behind: Behind = Behind.CHAT, moved: bool = True
-    ) -> Outcome:
+    ) -> BlendOutcome:
         """Blend the task's prompt, and follow the full prefill's answer."""
         blender = self._blender(behind, moved, selector, share)
         request = BlendRequest(self.tokens, self._prompt.slots(len(self.tokens)), self.segments)
@@ -148,9 +148,9 @@ class Trial:
         logits = [blended.logits[None]]
         if len(self.answer) > 1:
             logits.append(self._prompt.compute(self.answer[:-1], len(self.tokens)))
-        return Outcome(blended, divergence(torch.cat(logits), self._wanted), wall, process)
+        return BlendOutcome(blended, divergence(torch.cat(logits), self._wanted), wall, process)
 
-    def say(self, outcome: Outcome) -> str:
+    def say(self, outcome: BlendOutcome) -> str:
         """The greedy answer of the last `blend`, as text."""
         answer, _ = self._decode(int(outcome.blended.logits.argmax()))
         return self.tokenizer.decode(answer).strip()

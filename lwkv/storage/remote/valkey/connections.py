@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Generic, Protocol, TypeVar
 
 
-class Connection(Protocol):
+class ServerConnection(Protocol):
     """A connection; one that is not `usable` any more is closed instead of being kept."""
 
     usable: bool
@@ -16,7 +16,7 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-C = TypeVar("C", bound=Connection)
+C = TypeVar("C", bound=ServerConnection)
 
 
 class Connections(Generic[C]):
@@ -62,6 +62,6 @@ class Connections(Generic[C]):
             _close(connection)
 
 
-def _close(connection: Connection) -> None:
+def _close(connection: ServerConnection) -> None:
     with suppress(ConnectionError):
         connection.close()

@@ -15,7 +15,7 @@ KEPT_MS = 3650 * 24 * 3600 * 1000
 MOST_CHUNKS = 1 << 16
 
 
-class Use(NamedTuple):
+class ChunkUse(NamedTuple):
     """A chunk's last use: until when it is kept since then, ms since the epoch, and the chunk before it."""
 
     until_ms: int
@@ -32,7 +32,7 @@ class UseTimes:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._uses: OrderedDict[str, Use] = OrderedDict()  # used longest ago first
+        self._uses: OrderedDict[str, ChunkUse] = OrderedDict()  # used longest ago first
         self._latest_ms = 0
 
     def follow(self, prompt: Sequence[str]) -> list[tuple[str, int]]:
@@ -42,7 +42,7 @@ class UseTimes:
             self._latest_ms = max(self._latest_ms, int(self._clock() * 1000))
             row = self._with_before(prompt)
             uses = [
-                (name, Use(self._latest_ms + KEPT_MS - depth, parent))
+                (name, ChunkUse(self._latest_ms + KEPT_MS - depth, parent))
                 for depth, (name, parent) in enumerate(zip(row, parents_of(row), strict=True))
             ]
             for name, use in reversed(uses):

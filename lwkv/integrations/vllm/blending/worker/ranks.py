@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """As much of vLLM's group of ranks as is used."""
 
     world_size: int
@@ -28,7 +28,7 @@ class Ranks:
         group: of tensor parallel; None where there is one rank.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
+    def __init__(self, group: RankGroup | None = None) -> None:
         self._group = group if group is not None and group.world_size > 1 else None
 
     @property
