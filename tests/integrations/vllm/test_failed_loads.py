@@ -18,29 +18,8 @@ class Status(Enum):
 
     RUNNING = 1
     PREEMPTED = 2
-
-
-@dataclass
-class Request:
-    """As vLLM 0.22 has it."""
-
-    request_id: str
-    num_output_placeholders: int = 0
-    async_tokens_to_discard: int = 0
-    status: Status = Status.RUNNING
-    pooling_params: object = None
-
-
-@dataclass
-class LaterRequest:
-    """As vLLM 0.32 has it."""
-
-    request_id: str
-    num_output_placeholders: int = 0
-    num_stale_output_tokens: int = 0
-    num_in_flight_tokens: int = 0
-    drop_stale_output: bool = False
-    status: Status = Status.RUNNING
+    WAITING_FOR_REMOTE_KVS = 3
+    FINISHED_ABORTED = 4
 
 
 @dataclass
@@ -50,6 +29,26 @@ class OldRequest:
     request_id: str
     num_output_placeholders: int = 0
     status: Status = Status.RUNNING
+
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED_ABORTED
+
+
+@dataclass
+class Request(OldRequest):
+    """As vLLM 0.22 has it."""
+
+    async_tokens_to_discard: int = 0
+    pooling_params: object = None
+
+
+@dataclass
+class LaterRequest(OldRequest):
+    """As vLLM 0.32 has it."""
+
+    num_stale_output_tokens: int = 0
+    num_in_flight_tokens: int = 0
+    drop_stale_output: bool = False
 
 
 @dataclass
@@ -77,6 +76,7 @@ class Scheduler:
         pipelined: int = 1,
     ) -> None:
         self.kv_cache_manager = Manager(tables)
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
         self.running, self.waiting = running, list[Any](waiting)
         self.requests = {request.request_id: request for request in [*running, *waiting]}
         self.scheduler_config = SimpleNamespace(async_scheduling=ahead)
@@ -86,6 +86,13 @@ class Scheduler:
         self.num_spec_tokens = 0
         self.prev_step_scheduled_req_ids = {request.request_id for request in running}
         self.failed: set[str] = set()
+
+    def schedule(self, began: dict[str, list[int]], grew: dict[str, list[int]] | None = None) -> Any:
+        """A step in which requests begin with blocks, and get more."""
+        new = [SimpleNamespace(req_id=name, block_ids=(blocks,)) for name, blocks in began.items()]
+        more = [(blocks,) for blocks in (grew or {}).values()]
+        cached = SimpleNamespace(req_ids=list(grew or {}), new_block_ids=more, resumed_req_ids=set())
+        return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
         invalid, names = model_runner_output.invalid, model_runner_output.req_id_to_index
@@ -113,14 +120,16 @@ def scheduler_class() -> type[Scheduler]:
     return Own
 
 
-def step_ended(scheduler: Scheduler, invalid: set[int], sampled: dict[str, list[int]]) -> None:
+def step_ended(
+    scheduler: Scheduler, invalid: set[int], sampled: dict[str, list[int]], step: Any = None
+) -> None:
     """The result of a step comes: blocks that were not loaded, and tokens of each request in the step."""
     output = SimpleNamespace(
         req_id_to_index={name: number for number, name in enumerate(sampled)},
         sampled_token_ids=list(sampled.values()),
         invalid=invalid,
     )
-    scheduler.update_from_output(None, output)
+    scheduler.update_from_output(step, output)
 
 
 def test_what_was_computed_from_it_leaves_the_prefix_cache_and_the_request_waits_again(
@@ -209,23 +218,96 @@ def test_where_no_step_is_scheduled_ahead_there_is_nothing_to_discard(
 def test_a_request_that_was_preempted_before_the_result_came_gets_no_token_of_it(
     scheduler_class: type[Scheduler], make: Callable[..., Any]
 ) -> None:
-    request = make("a", num_output_placeholders=2, status=Status.PREEMPTED)
-    scheduler = scheduler_class({}, [], waiting=[request])
-    step_ended(scheduler, {1}, {"a": [9]})
+    request, other = make("a", num_output_placeholders=2), make("old", num_output_placeholders=1)
+    scheduler = scheduler_class({}, [], waiting=[request, other])
+    step = scheduler.schedule({"a": [1, 2]}, {"old": [6]})
+    request.status = other.status = Status.PREEMPTED
+    step_ended(scheduler, {1}, {"a": [9], "old": [8]}, step)
     assert scheduler.failed == {"a"}
     assert getattr(request, "drop_stale_output", True)
     assert getattr(request, "async_tokens_to_discard", 1) == 1
-    assert scheduler.kv_cache_manager.evicted == set(range(8))
+    assert scheduler.kv_cache_manager.evicted == {1, 2}
+    # What ran before has not read what was loaded: its token counts.
+    assert not getattr(other, "drop_stale_output", False)
+    assert other.num_output_placeholders == 1
 
 
-def test_where_the_request_has_been_aborted_nothing_stays_in_the_prefix_cache(
+def test_what_an_aborted_request_has_computed_behind_a_shared_block_leaves_the_prefix_cache(
+    scheduler_class: type[Scheduler],
+) -> None:
+    loads = LaterRequest("loads")
+    scheduler = scheduler_class({"loads": [1, 2]}, [loads])
+    step = scheduler.schedule({"loads": [1, 2], "aborted": [1, 3]})
+    scheduler.schedule({}, {"aborted": [4]})
+    step_ended(scheduler, {1}, {"loads": [9], "aborted": []}, step)
+    assert scheduler.kv_cache_manager.evicted == {1, 2, 3, 4}
+
+
+def test_where_the_one_that_loads_was_aborted_those_that_share_its_blocks_are_preempted(
+    scheduler_class: type[Scheduler],
+) -> None:
+    shares, right = LaterRequest("shares"), LaterRequest("right")
+    scheduler = scheduler_class({"shares": [1, 4], "right": [2, 7]}, [shares, right])
+    first = scheduler.schedule({"aborted": [1, 3], "right": [2, 7]})
+    scheduler.schedule({"shares": [1, 4]})
+    step_ended(scheduler, {1}, {"aborted": [9], "right": [9]}, first)
+    assert (scheduler.running, scheduler.failed) == ([right], {"aborted", "shares"})
+    assert shares.drop_stale_output
+    assert scheduler.kv_cache_manager.evicted == {1, 3, 4}
+
+
+def test_a_request_is_found_whose_blocks_without_data_were_given_to_others_behind_its_window(
+    scheduler_class: type[Scheduler],
+) -> None:
+    slides = Request("slides", num_output_placeholders=1)
+    scheduler = scheduler_class({"slides": [0, 0, 3]}, [slides])
+    step = scheduler.schedule({"slides": [1, 2, 3]})
+    step_ended(scheduler, {1, 2}, {"slides": [9]}, step)
+    assert (slides.status, scheduler.failed) == (Status.PREEMPTED, {"slides"})
+    assert scheduler.kv_cache_manager.evicted == {1, 2, 3}
+
+
+def test_what_rests_on_a_result_of_long_ago_is_not_known_and_nothing_stays_in_the_prefix_cache(
     scheduler_class: type[Scheduler],
 ) -> None:
     other = Request("other")
     scheduler = scheduler_class({"other": [4, 5]}, [other])
-    step_ended(scheduler, {1}, {"aborted": [9], "other": [3]})
+    loaded = scheduler.schedule({"aborted": [1, 3]})
+    step_ended(scheduler, set(), {"aborted": [9]}, loaded)
+    step_ended(scheduler, {1}, {"other": [3]}, scheduler.schedule({"other": [4, 5]}))
     assert scheduler.kv_cache_manager.evicted == set(range(8))
     assert (scheduler.running, scheduler.failed) == ([other], set())
+
+
+def test_blocks_that_a_waiting_request_loads_are_in_no_prefix_cache_yet(
+    scheduler_class: type[Scheduler],
+) -> None:
+    waits = LaterRequest("waits", status=Status.WAITING_FOR_REMOTE_KVS)
+    scheduler = scheduler_class({"waits": [1, 2]}, [], waiting=[waits])
+    step_ended(scheduler, {2}, {}, scheduler.schedule({}))
+    assert scheduler.kv_cache_manager.evicted == {2}
+
+
+def test_vllm_0_22_goes_on_discarding_what_was_under_way_when_a_request_failed_before(
+    scheduler_class: type[Scheduler],
+) -> None:
+    # It came again in a step that is under way, and so is one result of its first run.
+    request = Request("a", num_output_placeholders=1, async_tokens_to_discard=1)
+    scheduler = scheduler_class({"a": [1]}, [request])
+    step_ended(scheduler, {1}, {"a": [9]})
+    assert request.async_tokens_to_discard == 1
+
+
+def test_where_a_model_has_several_groups_vllm_itself_says_why_it_ends() -> None:
+    class Several(Scheduler):
+        def _handle_invalid_blocks(self, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
+            raise RuntimeError("several groups")
+
+    preempt_failed_loads(Several)
+    scheduler = Several({}, [])
+    scheduler.kv_cache_config.kv_cache_groups.append(None)
+    with pytest.raises(RuntimeError, match="several groups"):
+        step_ended(scheduler, {1}, {})
 
 
 def test_vllm_0_22_fails_such_requests_where_it_counts_too_little(
