@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,24 @@ def with_lwkv(role: str = "kv_both", **settings: Any) -> dict[str, Any]:
             | settings,
         }
     }
+
+
+def sampling(max_tokens: int, pattern: str | None = None, n: int = 1) -> Any:
+    """Parameters of the most likely answer, in the letters of a pattern, so many times."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    # By the temperature, vLLM gives one answer only.
+    most_likely: dict[str, Any] = {"temperature": 0} if n == 1 else {"temperature": 1, "top_k": 1, "n": n}
+    letters = None if pattern is None else StructuredOutputsParams(regex=pattern)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        structured_outputs=letters,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **most_likely,
+    )
 
 
 class Engine:
@@ -126,6 +144,16 @@ class Engine:
         ]
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         return [_answer(output) for output in self.llm.generate(requests, parameters, use_tqdm=False)]
+
+    def tokens(self, ids: list[int], max_tokens: int, pattern: str | None = None) -> list[int]:
+        """The most likely answer to a prompt, in the letters of a pattern."""
+        requests = [{"prompt_token_ids": ids}]
+        (output,) = self.llm.generate(requests, sampling(max_tokens, pattern), use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function with this engine, which may be in a process of its own."""
+        return function(self, *arguments)
 
     def begin(self, name: str, ids: list[int], max_tokens: int = 8) -> None:
         """Add a request, which runs with the next steps."""

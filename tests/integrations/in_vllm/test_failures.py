@@ -78,6 +78,19 @@ def evict_before_the_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(engine.worker, "begin", evicts_first)
 
 
+def abort_in_the_next_step(engine: Engine, name: str) -> None:
+    """Have a request aborted when the next step is scheduled and its result has not come."""
+    core = engine.core
+    update = core.scheduler.update_from_output
+
+    def aborts_first(*arguments: object) -> object:
+        del core.scheduler.update_from_output
+        engine.llm.llm_engine.abort_request([name])
+        return update(*arguments)
+
+    core.scheduler.update_from_output = aborts_first
+
+
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 def test_a_layer_that_fails_costs_time_and_nothing_else(
     engine: Engine, plain: Elsewhere, break_layer: Callable[[int, int], None], layer: int
@@ -134,6 +147,24 @@ def test_blocks_of_an_aborted_request_whose_load_failed_are_used_by_no_other_one
         prompts = [shared + prompt(seed, 40)]
         assert_same(engine.ask(prompts), plain.ask(prompts))
         engine.forget()
+
+
+def test_what_an_aborted_request_has_computed_behind_shared_blocks_is_used_by_no_other_one(
+    engine: Engine, plain: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that loads these blocks goes on, and its blocks are in vLLM's prefix cache again."""
+    shared = prompt(1500, 256)
+    engine.ask([shared])
+    engine.forget()
+    evict_before_the_load(engine, monkeypatch)
+    ids = {"loads": shared + prompt(1501, 40), "aborted": shared + prompt(1502, 100)}
+    for name in ids:
+        engine.begin(name, ids[name])
+    abort_in_the_next_step(engine, "aborted")
+    loads = engine.step_until("loads")["loads"]
+    assert_same([loads], plain.ask([ids["loads"]]))
+    again = [ids["aborted"]]
+    assert_same(engine.ask(again), plain.ask(again))
 
 
 def test_nothing_is_stored_of_a_step_whose_hooks_did_not_come(
