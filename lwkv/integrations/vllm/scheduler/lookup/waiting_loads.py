@@ -58,6 +58,8 @@ class WaitingLoads:
         self._to_begin: list[Fetch] = []
         self._to_release: list[int] = []
         self._last_number = 0
+        # Of the loads that are held. Counted, since each request that waits asks for it in each step.
+        self._room_held = 0
         self._is_reviewed = False
         self._throttle = LogThrottle(log, clock)
 
@@ -91,10 +93,13 @@ class WaitingLoads:
     ) -> None:
         """Have chunks of several texts fetched, the first `most_chunks` of them.
 
+        What was fetched under that name before is given back.
+
         Args:
             since: when the request began to wait; None for now.
             wait: see WaitingLoad.
         """
+        self.leave(name)
         fetches, room, num_chunks = [], most_chunks, 0
         for keys, first, end, each in wanted:
             end = min(end, first + room // each)
@@ -126,14 +131,14 @@ class WaitingLoads:
         """
         end = min(chunk + CHUNKS_AT_A_TIME, min(map(len, keys)))
         room = each * (end - chunk)
-        is_too_much = room > most_chunks - self._num_held()
+        is_too_much = room > most_chunks - self._room_held
         if is_too_much or any(self._shows_speed(load, tier) for load in self._loads.values()):
             return
         fetch = self._fetch(keys, chunk, end, pins=False)
         load = WaitingLoad([fetch], end - chunk, room, self._clock())
-        load.is_ordered = load.is_held = load.is_over = load.measures = True
+        load.is_over = load.measures = True
         self._loads[f"measurement {fetch.number}"] = load
-        self._to_begin.append(fetch)
+        self._order(load)
 
     @property
     def num_coming(self) -> int:
@@ -150,9 +155,8 @@ class WaitingLoads:
             self._review()
         if self._clock() - load.since >= self._timeout_s:
             self._give_up(load)
-        elif not load.is_ordered and load.room <= most_chunks - self._num_held():
-            load.is_ordered = load.is_held = True
-            self._to_begin += load.fetches
+        elif not load.is_ordered and load.room <= most_chunks - self._room_held:
+            self._order(load)
         return not load.is_over
 
     def cut_short(self, name: Hashable) -> Wait | None:
@@ -203,8 +207,11 @@ class WaitingLoads:
         release, self._to_release = self._to_release, []
         return begin, release
 
-    def _num_held(self) -> int:
-        return sum(load.room for load in self._loads.values() if load.is_held)
+    def _order(self, load: WaitingLoad) -> None:
+        """Have the workers fetch and keep what a request waits for."""
+        load.is_ordered = load.is_held = True
+        self._room_held += load.room
+        self._to_begin += load.fetches
 
     def _give_up(self, load: WaitingLoad) -> None:
         self._end(load)
@@ -247,6 +254,7 @@ class WaitingLoads:
     def _release(self, load: WaitingLoad) -> None:
         if load.is_held:
             load.is_held = False
+            self._room_held -= load.room
             numbers = {fetch.number for fetch in load.fetches}
             unheard = {fetch.number for fetch in self._to_begin} & numbers  # no worker has heard of these
             self._to_begin = [fetch for fetch in self._to_begin if fetch.number not in unheard]

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import numpy as np
 import pytest
 from storage.rig import Clock, keys
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.integrations.vllm.scheduler.lookup.patience import Patience, Wait
+from lwkv.integrations.vllm.scheduler.lookup.waiting_load import WaitingLoad
 from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads, Wanted
 from lwkv.storage.prefetch import CHUNKS_AT_A_TIME
 from lwkv.telemetry.counters import Counters
@@ -222,3 +226,35 @@ def test_nothing_is_measured_where_there_is_no_room() -> None:
     waiting.add("a", 8)
     waiting.measure([keys(0), keys(0)], 0, 8, "disk")
     assert [fetch.number for fetch in waiting.orders()[0]] == [1]
+
+
+class Looks(dict[Hashable, WaitingLoad]):
+    """Loads that count how often all of them are looked at."""
+
+    number = 0
+
+    def values(self) -> Any:
+        self.number += 1
+        return super().values()
+
+
+def test_whether_one_of_many_has_to_wait_on_is_known_without_looking_at_the_others() -> None:
+    waiting = Waiting()
+    waiting._loads = looks = Looks()
+    assert all(waiting.add(str(number), 4, most=10) for number in range(50))
+    assert [fetch.number for fetch in waiting.orders()[0]] == [1, 2]
+    looks.number = 0
+    assert all(waiting.waits(str(number), 10) for number in range(50))
+    assert looks.number == 1, "once a step, to end the waits of those that are better off without"
+    waiting.leave("0")
+    assert all(waiting.waits(str(number), 10) for number in range(1, 50))
+    assert [fetch.number for fetch in waiting.orders()[0]] == [3]
+
+
+def test_what_was_fetched_under_a_name_is_given_back_when_more_is_fetched_under_it() -> None:
+    waiting = Waiting()
+    assert waiting.add("a", 6)
+    waiting.orders()
+    assert waiting.add("a", 8)
+    ((fetch,), released) = waiting.orders()
+    assert (fetch.number, released) == (2, [1])
