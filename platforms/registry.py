@@ -11,7 +11,7 @@ import difflib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from inspect import getattr_static
@@ -98,6 +98,13 @@ def platform_for(device: torch.device | str) -> Platform:
     )
 
 
+def _nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that is nearest; None where none is near, or two are equally near, as to "gpu"."""
+    near = difflib.get_close_matches(name, known, 2)
+    shares = [difflib.SequenceMatcher(None, one, name).ratio() for one in near]
+    return near[0] if len(near) == 1 or (near and shares[0] > shares[1]) else None
+
+
 def _open_named(name: str, source: str = "") -> Platform:
     told = f"{name!r} ({source})" if source else repr(name)
     advice = _SET_VARIABLE if VARIABLE in source else "name the platform 'cpu' to use the host"
@@ -105,8 +112,7 @@ def _open_named(name: str, source: str = "") -> Platform:
         if name.lower() in unsupported.names:
             raise unsupported.error(f"got platform {told}", advice)
     if name not in (known := platform_names()):
-        near = difflib.get_close_matches(name.lower(), known, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = "" if (near := _nearest(name.lower(), known)) is None else f"; did you mean {near!r}?"
         raise PlatformError(f"unknown platform {told}; known are {_listed(known)}{hint}")
     if name == "cuda" and is_rocm_build():
         build = f"torch {torch.__version__}, a build for ROCm"

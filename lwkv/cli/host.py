@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--linger",
-        type=float,
+        type=_seconds,
         metavar="S",
         help="end after so many seconds without any engine (default: go on for ever)",
     )
@@ -53,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     num_bytes = _whole_bytes(args.size)
     if args.threads < 1:
         raise ConfigError(f"--threads: got {args.threads}; allowed: 1 or more")
-    if args.linger is not None and not args.linger > 0:
-        raise ConfigError(f"--linger: got {args.linger}; allowed: above 0")
     address = Address(args.socket)
     try:
         begun = time.monotonic()
@@ -88,6 +86,19 @@ def _gibibytes(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"got {text!r}; allowed: a number of GiB without a unit, as in --size 40"
         ) from None
+
+
+def _seconds(text: str) -> float:
+    """The number in `text`. Raises ArgumentTypeError, as argparse expects."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; allowed: a number of seconds above 0, without a unit, as in --linger 300"
+        )
+    return seconds
 
 
 def _whole_bytes(size: float) -> int:

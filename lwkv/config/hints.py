@@ -25,6 +25,8 @@ def hint_for_value(allowed: Allowed, value: object, default: object) -> str:
         return ""
     if isinstance(value, str):
         return _hint_for_text(allowed.kind, value)
+    if isinstance(value, list) and "numbers" not in allowed.kind:
+        return "; write one number, with a point for fractions"
     is_bytes = allowed.kind == "number of GiB" and isinstance(value, (int, float)) and value >= _GIB
     return "; sizes are in GiB, not in bytes: divide by 1073741824" if is_bytes else ""
 

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from shared_host.workers import status, wait_for
 
+from lwkv.cli.main import main
 from lwkv.shared_host.client.connecting import NoOwnerError
 
 
@@ -41,3 +43,24 @@ def test_a_size_with_a_unit_is_refused_with_words() -> None:
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "--size: got '40GB'; allowed: a number of GiB without a unit, as in --size 40" in refused.stderr
+
+
+@pytest.mark.parametrize("linger", ["5min", "-1", "nan", "0"])
+def test_a_time_that_is_none_is_refused_with_what_is_allowed(
+    linger: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["host", "--size", "1", f"--linger={linger}"])
+    assert (
+        f"argument --linger: got '{linger}'; allowed: a number of seconds above 0" in capsys.readouterr().err
+    )
+
+
+def test_a_socket_in_a_folder_that_is_missing_names_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["host", "--size", "0.01", "--socket", str(tmp_path / "none" / "host.sock")]) == 2
+    assert (
+        f"there is no folder {tmp_path / 'none'}; make it, or give another --socket"
+        in capsys.readouterr().err
+    )

@@ -139,6 +139,7 @@ ARGUMENTS = [
 ]
 VARIABLES = [
     wrong({"LWKV_CHUNK_SIZE": "many"}, "chunk_size", "LWKV_CHUNK_SIZE=many", "a whole number"),
+    wrong({"LWKV_MAX_LOCAL_CPU_SIZE": "4,5"}, "max_local_cpu_size", "[4, 5]", "with a point for fractions"),
     wrong({"LWKV_LOCAL_CPU": ""}, "local_cpu", "LWKV_LOCAL_CPU=", "for the default (true) leave it out"),
     wrong({"LWKV_REMOTE_URL": ""}, "remote_url", "got ''", "for the default (null) leave it out"),
     wrong({"LWKV_REMOTE_URL": f"me:{SECRET}@h"}, "remote_url", "LWKV_REMOTE_URL)", "with a scheme"),

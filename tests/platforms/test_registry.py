@@ -148,6 +148,11 @@ def test_an_unknown_name_gets_the_known_ones_and_the_nearest() -> None:
         open_platform("cdua")
 
 
+def test_a_name_that_is_as_near_to_two_gets_the_known_ones_alone() -> None:
+    with pytest.raises(ValueError, match=r"'gpu'; known are musa, xpu, cuda, cpu$"):
+        open_platform("gpu")
+
+
 @pytest.mark.parametrize("name", ["CUDA", "Cud", "XPU"])
 def test_a_wrong_name_is_reported_with_where_it_came_from(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     nearest = rf"known are .*; did you mean '{'xpu' if name == 'XPU' else 'cuda'}'\?"

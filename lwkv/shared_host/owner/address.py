@@ -43,6 +43,11 @@ class Address:
                 raise ConfigError(
                     f"another owner listens at {path}: use it, end it, or give this one another --socket"
                 ) from error
+            except FileNotFoundError as error:
+                folder = os.path.dirname(os.path.abspath(path))
+                raise ConfigError(
+                    f"cannot listen at {path}: there is no folder {folder}; make it, or give another --socket"
+                ) from error
             except OSError as error:
                 raise ConfigError(f"cannot listen at {path}: {error}; give another --socket") from error
             undo.pop_all()
