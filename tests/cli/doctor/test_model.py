@@ -165,7 +165,8 @@ def test_a_model_that_only_the_engine_can_look_at_is_no_fault(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("folder", "block_size", "named"), [("missing", 16, "config.json"), ("x", 0, "got 0")]
+    ("folder", "block_size", "named"),
+    [("missing", 16, "config.json"), ("x", 0, "got 0"), ("/no/such/folder", 16, "there is no such folder")],
 )
 def test_what_cannot_be_read_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, folder: str, block_size: int, named: str
