@@ -63,13 +63,17 @@ def test_gated_delta_nets_go_on_as_from_vllm_s_own_cache(tmp_path: Path) -> None
     arguments = {"dtype": "bfloat16", "max_model_len": 1024, "enable_prefix_caching": True}
     with started(folder, **arguments, **with_lwkv(chunk_size=256)) as engine:
         ids = prompt(3260, 450)
+        # How large vLLM makes a state, and so a block, depends on the processor: 288 or 320 tokens were seen.
+        block = engine.llm.llm_engine.vllm_config.cache_config.block_size
+        whole = (len(ids) - 1) // block * block
+        assert whole > 0
         (computed,) = engine.ask([ids])
         (found,) = engine.ask([ids])
-        assert (computed.cached, found.cached, engine.new_hits()) == (0, 320, 0)
+        assert (computed.cached, found.cached, engine.new_hits()) == (0, whole, 0)
         for _ in range(2):
             engine.forget()
             (loaded,) = engine.ask([ids])
-            assert engine.new_hits() == loaded.cached == 320
+            assert engine.new_hits() == loaded.cached == whole
             assert loaded.tokens == found.tokens == computed.tokens
             assert loaded.logprobs == found.logprobs == computed.logprobs
 
