@@ -38,10 +38,12 @@ TIGHT = {
     "skip_tokenizer_init": False,
 }
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
 ENGINES: dict[str, dict[str, Any]] = {
     "ahead": {},
     "no step is scheduled ahead": {"async_scheduling": False},
     "drafts": {"async_scheduling": False, "speculative_config": DRAFTS},
+    "drafts ahead": {"async_scheduling": True, "speculative_config": EAGLE},
     "few tokens a step": {"max_num_batched_tokens": 100, "long_prefill_token_threshold": 64},
     "by priority": {"scheduling_policy": "priority"},
 }
@@ -184,10 +186,14 @@ def ask_while_loads_fail(engine: Engine, seed: str, most: int) -> Result:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_random_requests_whose_loads_fail_are_answered_as_without_lwkv(
-    name: str, talking_llama: Path, computed: Elsewhere, minutes: float
+    name: str, talking_llama: Path, computed: Elsewhere, minutes: float, tmp_path: Path
 ) -> None:
+    arguments = TIGHT | ENGINES[name]
+    if arguments.get("speculative_config") is EAGLE:
+        eagle = models.written(models.write_eagle, tmp_path, talking_llama)
+        arguments["speculative_config"] = EAGLE | {"model": str(eagle)}
     # In a process of its own: where xgrammar was imported, vLLM starts no second engine.
-    engine = Elsewhere(talking_llama, **TIGHT | ENGINES[name], **with_lwkv())
+    engine = Elsewhere(talking_llama, **arguments, **with_lwkv())
     try:
         result: Result = engine.call("run", ask_while_loads_fail, name, int(REQUESTS_A_MINUTE * minutes))
     finally:
