@@ -38,6 +38,8 @@ class PagedLoader(Loader[Load]):
         lane, plan = load.lane, load.plan
         copies, rows = plan.all_copies(self._layers[0]), plan.slices(self._layers[0])[0].rows
         memory, move = lane.buffers[0].memory, lane.mover()
+        # Another load may have filled it ahead: what it has brought is gone.
+        lane.buffers[0].holds = None
         for layer in layers:
             # One that came with a layer before is on its way.
             if load.arrived[layer] is None:

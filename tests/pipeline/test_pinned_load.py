@@ -15,6 +15,7 @@ from lwkv.errors import RequestError
 from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
 from lwkv.platforms import Platform
 from lwkv.request import Request
+from lwkv.steps import LayerSteps
 
 LAYERS, CHUNK = 4, 8
 ONE, OTHER = list(range(24)), list(range(100, 116))
@@ -277,3 +278,24 @@ def fail_at(
         return call(*arguments)
 
     patch.setattr(loader, name, fail)
+
+
+def test_it_takes_the_staging_that_another_load_has_filled_ahead_and_that_one_notices(
+    oracle: Oracle,
+) -> None:
+    """One buffer, with room for two pages: a layer of the load that begins first comes in two slices."""
+    with oracle.engine(CHUNK, staging_bytes=3 * 2 * oracle.page_bytes(CHUNK), load_streams=1) as engine:
+        for tokens, slots in ((ONE, FROM[:24]), (OTHER, FROM[24:])):
+            oracle.compute(tokens, slots)
+            engine.store(tokens, slot_mapping=slots)
+        assert engine.flush()
+        steps = LayerSteps(engine)
+        steps.begin([Request(ONE, INTO_ONE)], [])
+        assert steps.look_up() == [24]
+        assert finish(begin(engine, pinned(engine, OTHER, INTO_OTHER)))
+        steps.load_all()
+        assert all(mask.all() for mask in steps.wait_for_save().loaded)
+        oracle.expect(ONE, INTO_ONE)
+        oracle.expect(OTHER, INTO_OTHER)
+        oracle.check()
+        require_rest(engine)
