@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lwkv.batch_slots import check_batch_slots
 from lwkv.errors import RequestError
 from lwkv.keys import ChunkKey, as_salts, as_token_ids
 from lwkv.platforms.protocol import Int64s
-from lwkv.transfer import NO_SLOT, CheckedRequest, Chunking, joined, lacks_slot
+from lwkv.transfer import CheckedRequest, Chunking, lacks_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def check_loads(
             `device`, that of the caches.
     """
     checked = [_checked(request, chunking, device) for request in as_requests(requests)]
-    _check_slots(checked, num_slots)
+    check_batch_slots(checked, num_slots)
     if chunking.unit > 1:
         for request in checked:
             request.loads(0, len(request.chunk_tokens)).row_slots(chunking.unit)
@@ -122,7 +123,7 @@ def check_stores(
     checked = [_checked(request, chunking, device) for request in as_requests(requests)]
     together = [[request] for request in checked] if _have_keys(requests) else [checked]
     for some in together:
-        _check_slots(some, num_slots)
+        check_batch_slots(some, num_slots)
     if chunking.unit > 1:
         for request in checked:
             request.saves().only(request.new_chunks()).row_slots(chunking.unit)
@@ -227,78 +228,3 @@ def _as_row(name: str, values: Any, num_tokens: int, kinds: str, words: str) -> 
             f"{name} is {row.dtype} {row.shape}; it must be {words}, one for each of the {num_tokens} tokens"
         )
     return row
-
-
-def _check_slots(requests: Sequence[CheckedRequest], num_slots: int) -> None:
-    """Refuse slots that cannot be those of a batch.
-
-    Raises:
-        RequestError: a slot out of range; one given to two tokens of a request, or of two requests, unless
-            it is the same token after the same prefix, under the same salts.
-    """
-    requests = [request for request in requests if request.device_slots is None]
-    if not requests:
-        return
-    slots = joined([request.slots for request in requests])
-    if _are_repeated(slots, num_slots):
-        _refuse_contradictions(requests, slots)
-
-
-def _refuse_contradictions(requests: Sequence[CheckedRequest], slots: Int64s) -> None:
-    """Raise RequestError for a slot of two tokens, unless they are one: at the end of the same prefix.
-
-    Only neighbours in the order of slots are compared: sharing a prefix is transitive.
-    """
-    lengths = [len(request.slots) for request in requests]
-    owners = np.repeat(np.arange(len(requests)), lengths)
-    places = joined([np.arange(length) for length in lengths])
-    order = np.argsort(slots, kind="stable")
-    before, after = order[:-1], order[1:]
-    shared = (slots[before] == slots[after]) & (slots[after] != NO_SLOT)
-    before, after = before[shared], after[shared]
-    pairs, number = np.unique(owners[before] * len(requests) + owners[after], return_inverse=True)
-    owned = (divmod(pair, len(requests)) for pair in pairs.tolist())
-    same = np.array([_common_prefix(requests[a], requests[b]) for a, b in owned])
-    wrong = (places[before] != places[after]) | (places[before] >= same[number.reshape(-1)])
-    if wrong.any():
-        inside = wrong & (owners[before] == owners[after])
-        found = slots[before[(inside if inside.any() else wrong).argmax()]]
-        raise RequestError(
-            f"slot {found} is given to two tokens of a request; each needs its own"
-            if inside.any()
-            else f"slot {found} is given to two tokens: requests of a batch may share the slots of a prefix "
-            "that is the same in both, and no others"
-        )
-
-
-def _common_prefix(one: CheckedRequest, other: CheckedRequest) -> int:
-    if one.salts != other.salts:
-        return 0
-    length = min(len(one.ids), len(other.ids))
-    differ = one.ids[:length] != other.ids[:length]
-    return int(differ.argmax()) if differ.any() else length
-
-
-def _are_repeated(slots: Int64s, num_slots: int) -> bool:
-    """Whether any slot occurs twice. Raises RequestError for a slot out of range.
-
-    Slots come in runs, a block or more: only the ends of these are looked at. Runs are apart if each begins
-    after the one before has ended, firsts and lasts sorted by themselves.
-    """
-    if int(slots.min(initial=0)) < 0:
-        slots = slots[slots != NO_SLOT]
-    if not len(slots):
-        return False
-    steps = np.zeros(len(slots), np.int64)
-    np.subtract(slots[1:], slots[:-1], out=steps[1:])
-    starts = (steps != 1).nonzero()[0]
-    # The slot before a run's first ends the run before; before the very first stands the very last.
-    first, last = slots[starts], slots[starts - 1]
-    first.sort()
-    last.sort()
-    for extreme in (int(first[0]), int(first[-1]), int(last[-1])):
-        if not 0 <= extreme < num_slots:
-            raise RequestError(
-                f"slot {extreme} is out of range: slots are 0 to {num_slots - 1}, or {NO_SLOT} for none"
-            )
-    return bool((first[1:] <= last[:-1]).any())

@@ -26,7 +26,7 @@ ORDER: list[set[str]] = [
     {"connectors", "storage"},
     {"codecs"},
     {"kernels", "pool", "request"},
-    {"layouts"},
+    {"layouts", "batch_slots"},
     {"transfer"},
     {"keys"},
     {"config", "metadata", "background", "kinds"},

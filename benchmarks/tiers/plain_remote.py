@@ -17,7 +17,7 @@ from lwkv.storage import Status, Tier
 from lwkv.storage.guard import Transfer
 from lwkv.storage.remote.mooncake import client as mooncake_client
 from lwkv.storage.remote.valkey.address import read_address
-from lwkv.storage.remote.valkey.client import connect
+from lwkv.storage.remote.valkey.connecting import connect
 
 NUM_THREADS = 4
 LONG_S = 60.0

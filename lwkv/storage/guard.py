@@ -22,6 +22,7 @@ from lwkv.storage.host_tier import Chunk
 from lwkv.storage.page_quarantine import PageQuarantine
 from lwkv.storage.prompt_part import PromptPart
 from lwkv.storage.tier import Lingering, Missing, Ordered, Status, Tier
+from lwkv.storage.tier_answers import FILLED, ask_whether_there, check_length, note_on, outcome_of
 from lwkv.storage.tier_gauges import TierGauges
 from lwkv.storage.use_notes import UseNotes
 from lwkv.telemetry.busy_time import BusyTime
@@ -36,7 +37,6 @@ NUM_READERS = 4
 NUM_WRITERS = 4
 CLOSING_S = 0.5
 Transfer = Callable[[Sequence[LayerKey], Sequence[torch.Tensor], float], Sequence[Status]]
-FILLED = 0
 Check = Callable[[int, Int64s], npt.NDArray[np.bool_]]
 
 
@@ -253,8 +253,8 @@ class Guard:
         return outcomes
 
     def _outcomes(self, call: str, statuses: Sequence[Status], expected: int) -> Int64s:
-        _check_length(call, statuses, expected)
-        outcomes = np.array([_outcome(status) for status in statuses], np.int64)
+        check_length(call, statuses, expected)
+        outcomes = np.array([outcome_of(status) for status in statuses], np.int64)
         missed, wrong = (int((outcomes == reason).sum()) for reason in (Missing.MISS, Missing.ERROR))
         for ending, count in ((Status.MISS, missed), (Status.ERROR, wrong)):
             if count:
@@ -268,39 +268,6 @@ class Guard:
                 missed,
                 "without room" if call == "put" else "missing",
                 wrong,
-                _note_on(statuses),
+                note_on(statuses),
             )
         return outcomes
-
-
-def ask_whether_there(tier: Tier, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool]:
-    """What a tier's `contains` says of each key. Raises TypeError, ValueError for what is no answer."""
-    answer = tier.contains(keys, deadline_s)
-    _check_length("contains", answer, len(keys))
-    _check_flags(answer)
-    return [bool(there) for there in answer]
-
-
-def _outcome(status: object) -> int:
-    if status is Status.OK:
-        return FILLED
-    return Missing.MISS if status is Status.MISS else Missing.ERROR
-
-
-def _check_length(call: str, answers: Sequence[object], expected: int) -> None:
-    if not isinstance(answers, Sequence):
-        raise TypeError(f"{call} returned {answers!r}; a tier returns a list with one answer for each key")
-    if len(answers) != expected:
-        raise ValueError(f"{call} of {expected} keys returned {len(answers)} answers")
-
-
-def _check_flags(answers: Sequence[object]) -> None:
-    for answer in answers:
-        if not isinstance(answer, (bool, int, np.bool_)):
-            raise TypeError(f"contains returned {answer!r} for a key; a tier returns True or False for each")
-
-
-def _note_on(statuses: Sequence[object]) -> str:
-    """What to add to the log where some of a tier's answers are no Status; they count as failures."""
-    odd = [status for status in statuses if not isinstance(status, Status)]
-    return f" ({odd[0]!r} for {len(odd)}: a tier returns a lwkv.storage.Status for each)" if odd else ""

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
-from lwkv.storage.guard import FILLED, Guard
+from lwkv.storage.guard import Guard
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.tier import Missing
+from lwkv.storage.tier_answers import FILLED
 
 
 class LayerPages(NamedTuple):

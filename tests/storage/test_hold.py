@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from storage.rig import key
 
 from lwkv.platforms.protocol import Int64s
-from lwkv.storage.guard import FILLED
 from lwkv.storage.hold import Found, Hold, LayerFetch
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.tier import Missing
+from lwkv.storage.tier_answers import FILLED
 
 LAYERS = 3
 

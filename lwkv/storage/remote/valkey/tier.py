@@ -20,7 +20,8 @@ from lwkv.config.settings import Config
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage.remote.seal import MOST_SEAL_BYTES, seal_of
 from lwkv.storage.remote.valkey.address import read_address
-from lwkv.storage.remote.valkey.client import RefusedError, ValkeyClient, WrongTypeError, connect
+from lwkv.storage.remote.valkey.client import RefusedError, ValkeyClient, WrongTypeError
+from lwkv.storage.remote.valkey.connecting import connect
 from lwkv.storage.remote.valkey.connections import Connections
 from lwkv.storage.remote.valkey.shards import Shard, Shards
 from lwkv.storage.remote.valkey.use_times import UseTimes

@@ -17,7 +17,7 @@ from storage.servers import REDIS_OPTIONS, Server, free_port, redis_program, req
 from lwkv.config.settings import Config
 from lwkv.errors import ConfigError
 from lwkv.storage.remote.valkey.address import read_address
-from lwkv.storage.remote.valkey.client import connect
+from lwkv.storage.remote.valkey.connecting import connect
 from lwkv.storage.remote.valkey.tier import examine, open_tier
 
 SECRET = "s3cret"

@@ -18,7 +18,7 @@ from storage.servers import Server, redis_program, redis_server, running, tell, 
 from lwkv.keys import ChunkKey, LayerKey
 from lwkv.storage import Status
 from lwkv.storage.remote.valkey.address import read_address
-from lwkv.storage.remote.valkey.client import connect
+from lwkv.storage.remote.valkey.connecting import connect
 from lwkv.storage.remote.valkey.tier import ValkeyTier
 from lwkv.telemetry.counters import Counters
 

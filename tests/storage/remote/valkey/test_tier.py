@@ -35,7 +35,8 @@ from lwkv.errors import ConfigError
 from lwkv.keys import LayerKey
 from lwkv.storage import Status
 from lwkv.storage.remote.valkey.address import read_address
-from lwkv.storage.remote.valkey.client import ValkeyClient, connect
+from lwkv.storage.remote.valkey.client import ValkeyClient
+from lwkv.storage.remote.valkey.connecting import connect
 from lwkv.storage.remote.valkey.tier import ValkeyTier, examine, open_tier
 from lwkv.storage.tier import Ordered
 

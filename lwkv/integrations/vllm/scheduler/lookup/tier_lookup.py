@@ -14,9 +14,9 @@ from lwkv.keys import ChunkKey
 from lwkv.shared_host.client.lookup import NodeLookup
 from lwkv.storage import Tier, TierSetup
 from lwkv.storage.circuit_breaker import CircuitBreaker
-from lwkv.storage.guard import ask_whether_there
 from lwkv.storage.registry import open_tiers
 from lwkv.storage.tier import Ordered
+from lwkv.storage.tier_answers import ask_whether_there
 from lwkv.storage.use_notes import UseNotes
 from lwkv.telemetry.counters import Counters
 
