@@ -96,7 +96,9 @@ class HybridEngine:
         refuse_settings(config)
         self.config, self.kinds, self.groups, self.chunk_size = config, kinds, groups, chunk_size.tokens
         self.chain_name = chain_name(groups[0].metadata, kinds, self.chunk_size)
-        self.layer_of = {name: number for number, group in enumerate(groups) for name in group.caches}
+        self.layer_of = {
+            name: group_number for group_number, group in enumerate(groups) for name in group.caches
+        }
         if isinstance(platform, str | None):
             platform = detect_platform(platform, device_of(groups[0].caches))
         connectors = self._cut_all(platform)
@@ -115,8 +117,8 @@ class HybridEngine:
             PagedConnector.share_lanes(connectors)
             if tier_urls(config):
                 self.lower = LowerKinds(config, self._pool, self._tier, self.kind_pages, self.page_format)
-            for number, connector in enumerate(connectors):
-                self.engines.append(self._open(number, connector, timeline))
+            for group_number, connector in enumerate(connectors):
+                self.engines.append(self._open(group_number, connector, timeline))
             undo.pop_all()
         if lock_memory:
             self.wait_for_memory(START_LOCKING_S)
@@ -166,7 +168,7 @@ class HybridEngine:
 
     def loads_of(self, loads: Sequence[Load]) -> list[list[KeyedSlots | None]]:
         """For each group what it loads of each request, or None."""
-        return [self._loads_of_group(number, loads) for number in range(len(self.groups))]
+        return [self._loads_of_group(group_number, loads) for group_number in range(len(self.groups))]
 
     def stores_of(self, stores: Sequence[Store]) -> list[list[KeyedSlots]]:
         """For each group what it stores: only as much as there is room for, of all kinds."""
@@ -174,8 +176,8 @@ class HybridEngine:
             return [[] for _ in self._pieces]
         fitting = self._room.fit(stores)
         found = [
-            [pieces.store(store, store.tables[number]) for store in fitting]
-            for number, pieces in enumerate(self._pieces)
+            [pieces.store(store, store.tables[group_number]) for store in fitting]
+            for group_number, pieces in enumerate(self._pieces)
         ]
         return [[keyed for keyed in own if keyed is not None] for own in found]
 
@@ -192,11 +194,11 @@ class HybridEngine:
         """
         connector = self.engines[0].connector
         apart = LoadsApart(connector.platform, connector.device, [True] * len(loads), [])
-        for number in self._by_chunks(loads):
-            found = self._loads_of_group(number, loads)
+        for group_number in self._by_chunks(loads):
+            found = self._loads_of_group(group_number, loads)
             asked = {i: keyed for i, keyed in enumerate(found) if keyed is not None}
             if asked:
-                retrieval = self.engines[number].retrieval([*asked.values()], sync=False)
+                retrieval = self.engines[group_number].retrieval([*asked.values()], sync=False)
                 retrieval.open()
                 masks, arrival = retrieval.finish_apart()
                 if arrival is not None:
@@ -253,8 +255,8 @@ class HybridEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _loads_of_group(self, number: int, loads: Sequence[Load]) -> list[KeyedSlots | None]:
-        return [self._pieces[number].load(load, load.tables[number]) for load in loads]
+    def _loads_of_group(self, group_number: int, loads: Sequence[Load]) -> list[KeyedSlots | None]:
+        return [self._pieces[group_number].load(load, load.tables[group_number]) for load in loads]
 
     def _by_chunks(self, loads: Sequence[Load]) -> list[int]:
         """The groups, those first that need most chunks for these loads."""
@@ -263,7 +265,7 @@ class HybridEngine:
             for kind, pieces in self._by_kind().items()
         }
         numbers = range(len(self.groups))
-        return sorted(numbers, key=lambda number: needed[self.groups[number].kind], reverse=True)
+        return sorted(numbers, key=lambda group_number: needed[self.groups[group_number].kind], reverse=True)
 
     def _by_kind(self) -> dict[int, Pieces]:
         """The pieces of one group of each kind that this rank has."""
@@ -275,10 +277,12 @@ class HybridEngine:
     def _cut_all(self, platform: Platform) -> list[PagedConnector]:
         """Choose a size of pages, and connect each group for pieces that fit it."""
         here = sorted({group.kind for group in self.groups})
-        page_bytes, tokens = choose_pieces([self.kinds[number] for number in here], self.chunk_size)
+        page_bytes, tokens = choose_pieces([self.kinds[kind_number] for kind_number in here], self.chunk_size)
         self._page_bytes, self._piece_tokens = page_bytes, dict(zip(here, tokens, strict=True))
         connectors = [self._connect(group, page_bytes, platform) for group in self.groups]
-        self._pieces = [self._cut(number, connector) for number, connector in enumerate(connectors)]
+        self._pieces = [
+            self._cut(group_number, connector) for group_number, connector in enumerate(connectors)
+        ]
         return connectors
 
     def _reserve(self, platform: Platform) -> None:
@@ -298,19 +302,20 @@ class HybridEngine:
         config = group_config(self.config, slots, page_bytes)
         return open_connector(config, group, kind, page_bytes, platform)
 
-    def _cut(self, number: int, connector: PagedConnector) -> Pieces:
-        group = self.groups[number]
+    def _cut(self, group_number: int, connector: PagedConnector) -> Pieces:
+        group = self.groups[group_number]
         kind = self.kinds[group.kind]
         namespace = namespace_of(group, kind, self.chunk_size, connector.page_format)
-        return Pieces(kind, self.chunk_size, self._piece_tokens[group.kind], namespace, number)
+        return Pieces(kind, self.chunk_size, self._piece_tokens[group.kind], namespace, group_number)
 
     def _shapes(self) -> dict[int, KindShape]:
         groups = Counter(group.kind for group in self.groups)
         return {
-            number: KindShape(
-                groups[number] * len(pieces.namespaces), reach_of(self.kinds[number], self.chunk_size)
+            kind_number: KindShape(
+                groups[kind_number] * len(pieces.namespaces),
+                reach_of(self.kinds[kind_number], self.chunk_size),
             )
-            for number, pieces in self._by_kind().items()
+            for kind_number, pieces in self._by_kind().items()
         }
 
     def _count_pages(self, connectors: Sequence[PagedConnector]) -> dict[int, int]:
@@ -322,8 +327,8 @@ class HybridEngine:
     def _describe_pages(self, connectors: Sequence[PagedConnector]) -> dict[int, KindPages]:
         found = {}
         for kind in sorted({group.kind for group in self.groups}):
-            numbers = [number for number, group in enumerate(self.groups) if group.kind == kind]
-            names = [name for number in numbers for name in self._pieces[number].namespaces]
+            numbers = [group_number for group_number, group in enumerate(self.groups) if group.kind == kind]
+            names = [name for group_number in numbers for name in self._pieces[group_number].namespaces]
             pages = [connectors[n].num_layers for n in numbers for _ in self._pieces[n].namespaces]
             of_kind = self.groups[numbers[0]], self.kinds[kind]
             namespace = kind_namespace(*of_kind, self.chunk_size, names, self._page_bytes)
@@ -331,9 +336,9 @@ class HybridEngine:
                 found[kind] = KindPages(namespace, pages, self.kinds[kind].form == "full")
         return found
 
-    def _open(self, number: int, connector: PagedConnector, timeline: Timeline | None) -> CacheEngine:
-        group, pieces = self.groups[number], self._pieces[number]
-        earlier = sum(other.kind == group.kind for other in self.groups[:number])
+    def _open(self, group_number: int, connector: PagedConnector, timeline: Timeline | None) -> CacheEngine:
+        group, pieces = self.groups[group_number], self._pieces[group_number]
+        earlier = sum(other.kind == group.kind for other in self.groups[:group_number])
         first = earlier * len(pieces.namespaces)
         pass_on = None if self.lower is None else self.lower.keep
         tier = GroupTier(self._tier, group.kind, pieces.namespaces, first, pass_on)

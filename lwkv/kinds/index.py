@@ -92,11 +92,11 @@ class KindIndex:
 
         Where it is larger, prompts part at a place at which no window or state is kept: keep one there.
         """
-        numbers = [number for number, kind in enumerate(self._kinds) if kind.form == "full"]
+        numbers = [kind_number for kind_number, kind in enumerate(self._kinds) if kind.form == "full"]
         if not numbers:
             return local
-        kinds = [self._kinds[number] for number in numbers]
-        present = [self._present(number, hashes) for number in numbers]
+        kinds = [self._kinds[kind_number] for kind_number in numbers]
+        present = [self._present(kind_number, hashes) for kind_number in numbers]
         return find_boundary(kinds, self._chunk_size, num_tokens, local, present)
 
     def _holders(self, kind: int) -> int:

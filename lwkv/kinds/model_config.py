@@ -79,12 +79,12 @@ def read_model(config: Any, block_size: int) -> ModelKinds:
 
 def _layer_types(config: Any) -> Iterator[str]:
     """What each layer is; those that use the KV of another one keep nothing."""
-    number = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
+    num_kept = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     names = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if names is None:
         windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        names = ["sliding_attention" if windows else "full_attention"] * number
-    yield from (name for name in names[:number] if name not in KEEP_NOTHING)
+        names = ["sliding_attention" if windows else "full_attention"] * num_kept
+    yield from (name for name in names[:num_kept] if name not in KEEP_NOTHING)
 
 
 def _kind(config: Any, name: str, num_layers: int, block_size: int) -> Kind:

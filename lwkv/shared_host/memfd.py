@@ -14,7 +14,7 @@ import torch
 
 from lwkv.errors import ConfigError
 from lwkv.shared_host.mapping import give_by_threads, huge_bytes, map_memory
-from lwkv.shared_host.numa import Share, bytes_by_node
+from lwkv.shared_host.numa import NodeShare, bytes_by_node
 
 # Of linux/fcntl.h. Python has them only where it was built with them.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -57,10 +57,10 @@ class Filled(NamedTuple):
 
     huge_bytes: int
     by_node: Mapping[int, int]
-    shares: Sequence[Share] = ()
+    shares: Sequence[NodeShare] = ()
 
 
-def fill(descriptor: int, num_bytes: int, num_threads: int, shares: Sequence[Share] = ()) -> Filled:
+def fill(descriptor: int, num_bytes: int, num_threads: int, shares: Sequence[NodeShare] = ()) -> Filled:
     """Have the system give all of the memory now, huge pages where it has them, by some threads.
 
     Args:
@@ -82,11 +82,11 @@ def fill(descriptor: int, num_bytes: int, num_threads: int, shares: Sequence[Sha
     return Filled(huge_bytes(memory), bytes_by_node(memory) if shares else {}, shares)
 
 
-def _fill_shares(memory: torch.Tensor, num_threads: int, shares: Sequence[Share]) -> int:
+def _fill_shares(memory: torch.Tensor, num_threads: int, shares: Sequence[NodeShare]) -> int:
     """Returns 0, or the number of the first error."""
     each = max(1, num_threads // len(shares))
 
-    def fill_one(share: Share) -> int:
+    def fill_one(share: NodeShare) -> int:
         return give_by_threads(memory[share.first : share.end], each, share.node.processors)
 
     with ThreadPoolExecutor(len(shares)) as threads:

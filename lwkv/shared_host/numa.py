@@ -26,7 +26,7 @@ class Node(NamedTuple):
     processors: frozenset[int]
 
 
-class Share(NamedTuple):
+class NodeShare(NamedTuple):
     """Bytes [first, end) of an owner's memory, which are near `node`."""
 
     node: Node
@@ -50,13 +50,13 @@ def read_nodes(folder: Path = SYSTEM, allowed: Collection[int] | None = None) ->
     return sorted(nodes)
 
 
-def spread(num_bytes: int, slab_bytes: int, nodes: Sequence[Node]) -> list[Share]:
+def spread(num_bytes: int, slab_bytes: int, nodes: Sequence[Node]) -> list[NodeShare]:
     """Give each node as many whole slabs as the others, or one less; nothing for less than two nodes."""
     if len(nodes) < 2:
         return []
     slabs = -(-num_bytes // slab_bytes)
     ends = [min(slabs * (i + 1) // len(nodes) * slab_bytes, num_bytes) for i in range(len(nodes))]
-    shares = map(Share, nodes, [0, *ends[:-1]], ends)
+    shares = map(NodeShare, nodes, [0, *ends[:-1]], ends)
     return [share for share in shares if share.first < share.end]
 
 

@@ -49,7 +49,7 @@ class Prefetches:
 
     def begin(
         self,
-        number: int,
+        fetch_number: int,
         keys: Sequence[ChunkKey],
         first: int,
         pins: bool = True,
@@ -62,23 +62,23 @@ class Prefetches:
             pins: False for chunks that may be evicted as soon as they are there.
             storage: of these chunks.
         """
-        over = partial(self._ended.append, number)
+        over = partial(self._ended.append, fetch_number)
         prefetch = Prefetch(storage or self._storage, self._jobs, keys, first, over, self._turns, pins)
-        self._open[number] = prefetch
+        self._open[fetch_number] = prefetch
         self._turns.add(prefetch)
 
     def ended(self) -> list[int]:
         """The numbers of those that have ended since the last call: no more chunks of theirs will come."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
-    def stop(self, number: int) -> None:
+    def stop(self, fetch_number: int) -> None:
         """Bring nothing more of one, and go on pinning what has come; it ends."""
-        if number in self._open:
-            self._open[number].stop()
+        if fetch_number in self._open:
+            self._open[fetch_number].stop()
 
-    def release(self, number: int) -> None:
+    def release(self, fetch_number: int) -> None:
         """Unpin what one has brought, and bring nothing more of it."""
-        prefetch = self._open.pop(number, None)
+        prefetch = self._open.pop(fetch_number, None)
         if prefetch is not None:
             prefetch.release()
             self._turns.leave(prefetch)
@@ -89,8 +89,8 @@ class Prefetches:
 
     def close(self) -> None:
         """Release all."""
-        for number in list(self._open):
-            self.release(number)
+        for fetch_number in list(self._open):
+            self.release(fetch_number)
         self._jobs.leave()
 
 

@@ -24,7 +24,7 @@ from lwkv.shared_host.memfd import fill, make_memory
 from lwkv.shared_host.numa import (
     UNKNOWN,
     Node,
-    Share,
+    NodeShare,
     bytes_by_node,
     node_of,
     node_of_processors,
@@ -36,7 +36,7 @@ from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.free_pages import FreePages
 from lwkv.shared_host.owner.index import NodeIndex
 from lwkv.shared_host.owner.server import Memory, Server
-from lwkv.shared_host.owner.slabs import Slabs
+from lwkv.shared_host.owner.slabs import SlabOwners
 from lwkv.shared_host.protocol import Message, Op, pack_numbers, read_numbers
 
 TWO = [Node(0, frozenset({0, 1})), Node(1, frozenset({2, 3}))]
@@ -160,7 +160,7 @@ def reserved(index: NodeIndex, node: int, count: int, end: int = ANY_SIZE) -> li
 
 def make_index() -> NodeIndex:
     """Six slabs of two pages, the first three on node 0, the others on node 1."""
-    slabs = Slabs(600, 100, spread(600, 100, TWO))
+    slabs = SlabOwners(600, 100, spread(600, 100, TWO))
     return NodeIndex(*slabs.pages_of(50), slabs)
 
 
@@ -225,7 +225,7 @@ def test_the_owner_takes_the_node_of_a_client_and_says_where_its_memory_is(tmp_p
 def test_the_command_spreads_its_memory_over_the_nodes_and_logs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen: list[Sequence[Share]] = []
+    seen: list[Sequence[NodeShare]] = []
 
     class Ended:
         def __init__(self, address: Address, memory: Memory, linger_s: float | None) -> None:

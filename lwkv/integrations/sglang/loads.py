@@ -37,7 +37,7 @@ class QueuedLoad:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class LoadBatch:
     """Loads that share a transfer a layer.
 
     Attributes:
@@ -74,7 +74,7 @@ class Loads:
         self._num_layers = num_layers
         self._streams = streams
         self._queued: dict[str, QueuedLoad] = {}
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, LoadBatch] = {}
         self._ended: list[PinnedLoad] = []
         self._answered: list[PinnedLoad] = []
         self._last = NO_BATCH
@@ -119,10 +119,10 @@ class Loads:
             self._unpin(loads)  # else the pins are the load's from here on
             raise
         self._last += 1
-        self._batches[self._last] = Batch(load, is_whole=len(kept) == len(loads))
+        self._batches[self._last] = LoadBatch(load, is_whole=len(kept) == len(loads))
         return self._last
 
-    def batch(self, number: int) -> Batch | None:
+    def batch(self, number: int) -> LoadBatch | None:
         """The batch of this number; None where it is over."""
         return self._batches.get(number)
 
@@ -196,7 +196,7 @@ class LayerCounter:
     def __init__(self, loads: Loads, num_layers: int) -> None:
         self._loads = loads
         self._number = NO_BATCH
-        self._batch: Batch | None = None
+        self._batch: LoadBatch | None = None
         self.num_layers = num_layers
         self.consumer_index = NO_BATCH
 

@@ -16,7 +16,7 @@ from lwkv.shared_host.owner.chunk_slabs import ChunkSlabs
 from lwkv.shared_host.owner.evictions import Evictions
 from lwkv.shared_host.owner.holds import Holds
 from lwkv.shared_host.owner.pages import NodePages
-from lwkv.shared_host.owner.slabs import Slabs
+from lwkv.shared_host.owner.slabs import SlabOwners
 from lwkv.shared_host.protocol import (
     MOST_BYTES,
     NO_KEY,
@@ -67,7 +67,7 @@ class NodeIndex:
         slabs: that indexes of several sizes share; None where all pages are this one's.
     """
 
-    def __init__(self, num_pages: int, span: int, slabs: Slabs | None = None) -> None:
+    def __init__(self, num_pages: int, span: int, slabs: SlabOwners | None = None) -> None:
         self.pages = NodePages(num_pages, span, by_slab=slabs is not None)
         self.evictions = Evictions()
         self.tier = HostTier(self.pages)

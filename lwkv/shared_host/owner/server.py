@@ -15,11 +15,11 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from lwkv.shared_host.greeting import Hello, Welcome, read, why_not, write
-from lwkv.shared_host.numa import ON_NODE, Share
+from lwkv.shared_host.numa import ON_NODE, NodeShare
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.index import Client, NodeIndex
 from lwkv.shared_host.owner.peer import Peer
-from lwkv.shared_host.owner.slabs import Slabs
+from lwkv.shared_host.owner.slabs import SlabOwners
 from lwkv.shared_host.process import peer_of
 from lwkv.shared_host.protocol import Message, Op, ProtocolError, State, pack_numbers
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -51,14 +51,14 @@ class Memory(NamedTuple):
 
     descriptor: int
     num_bytes: int
-    shares: Sequence[Share] = ()
+    shares: Sequence[NodeShare] = ()
     by_node: Mapping[int, int] = {}
 
 
 class Server:
     """Serves one memory at one address, on the thread that calls `serve`.
 
-    Clients of several sizes of pages share it slab by slab, see Slabs.
+    Clients of several sizes of pages share it slab by slab, see SlabOwners.
 
     Args:
         linger_s: seconds without any client after which `serve` returns; None for never.
@@ -73,7 +73,7 @@ class Server:
     ) -> None:
         self._address = address
         self._memory = memory
-        self._slabs = Slabs(memory.num_bytes, slab_bytes, memory.shares)
+        self._slabs = SlabOwners(memory.num_bytes, slab_bytes, memory.shares)
         self._name = uuid4().hex
         self._nothing = NodeIndex(0, 1)
         self._indexes: dict[int, NodeIndex] = {}  # by the stride of their pages

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from lwkv.platforms.protocol import Int64s
-from lwkv.shared_host.numa import Share
+from lwkv.shared_host.numa import NodeShare
 
 _NOBODY = -1
 
@@ -20,7 +20,7 @@ class SlabUser(Protocol):
         """Have nothing in a slab any more, and return True; False where somebody uses what is in it."""
 
 
-class Slabs:
+class SlabOwners:
     """Who has which slab. A slab that nobody has goes to whoever wants one.
 
     Where there is none, the slab goes that was used longest ago, whoever has it: so sizes share the memory by
@@ -31,7 +31,7 @@ class Slabs:
         shares: whole slabs that are near the same NUMA node.
     """
 
-    def __init__(self, num_bytes: int, slab_bytes: int, shares: Sequence[Share] = ()) -> None:
+    def __init__(self, num_bytes: int, slab_bytes: int, shares: Sequence[NodeShare] = ()) -> None:
         self._num_bytes = num_bytes
         self.slab_bytes = slab_bytes
         self._shares = shares

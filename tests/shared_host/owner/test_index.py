@@ -12,7 +12,7 @@ from storage.rig import keys
 
 from lwkv.shared_host.owner import index as owner_index
 from lwkv.shared_host.owner.index import Client, NodeIndex
-from lwkv.shared_host.owner.slabs import Slabs
+from lwkv.shared_host.owner.slabs import SlabOwners
 from lwkv.shared_host.protocol import (
     Message,
     Op,
@@ -259,7 +259,7 @@ def test_a_pinned_chunk_is_held_before_the_next_request_can_evict_it() -> None:
 
 
 def test_a_slab_is_not_cut_anew_while_a_client_has_but_what_is_beside_the_page_of_a_chunk() -> None:
-    slabs = Slabs(2 * 400, 400)
+    slabs = SlabOwners(2 * 400, 400)
     small, large = NodeIndex(8, 4, slabs), NodeIndex(4, 2, slabs)
     writer, other = small.client(), large.client()
     first, beside, *rest = reserve(small, writer, 4)

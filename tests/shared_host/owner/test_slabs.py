@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lwkv.shared_host.owner.slabs import Slabs
+from lwkv.shared_host.owner.slabs import SlabOwners
 
 
 class User:
@@ -21,16 +21,16 @@ class User:
 
 
 def test_pages_of_all_sizes_are_counted_as_they_fit_into_slabs() -> None:
-    slabs = Slabs(3 * 100 + 50, 100)
+    slabs = SlabOwners(3 * 100 + 50, 100)
     assert len(slabs) == 4
     assert slabs.pages_of(10) == (35, 10)
     assert slabs.pages_of(30) == (3 * 3 + 1, 3)
     assert slabs.pages_of(60) == (3, 1)
-    assert Slabs(50, 100).pages_of(10) == (5, 10)
+    assert SlabOwners(50, 100).pages_of(10) == (5, 10)
 
 
 def test_a_slab_that_nobody_has_goes_first_and_only_where_it_can_be_used() -> None:
-    slabs, one, other = Slabs(300, 100), User(), User()
+    slabs, one, other = SlabOwners(300, 100), User(), User()
     assert [slabs.take(one, 2), slabs.take(other, 2), slabs.take(one, 2)] == [0, 1, None]
     assert slabs.take(one, 3) == 2
     slabs.leave(one)
@@ -38,7 +38,7 @@ def test_a_slab_that_nobody_has_goes_first_and_only_where_it_can_be_used() -> No
 
 
 def test_the_slab_that_was_used_longest_ago_goes_whoever_has_it() -> None:
-    slabs, one, other = Slabs(400, 100), User(), User()
+    slabs, one, other = SlabOwners(400, 100), User(), User()
     for user in (one, other, one, one):
         slabs.take(user, 4)
     slabs.use([0])
@@ -59,7 +59,7 @@ def test_the_slab_that_was_used_longest_ago_goes_whoever_has_it() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 5)), max_size=40))
 def test_no_slab_has_two_users_and_none_is_lost(steps: list[tuple[int, int, int]]) -> None:
-    slabs, users = Slabs(530, 100), [User(), User(), User()]
+    slabs, users = SlabOwners(530, 100), [User(), User(), User()]
     owned: list[set[int]] = [set(), set(), set()]
     for number, what, slab in steps:
         user = users[number]

@@ -36,24 +36,24 @@ def describe_groups(
     every = kv_cache_config.kv_cache_groups
     _require_all(caches, {name for group in every for name in group.layer_names})
     found: dict[int, Group] = {}
-    for number, (kind, group) in enumerate(zip(groups.kind_of, every, strict=True)):
+    for group_number, (kind, group) in enumerate(zip(groups.kind_of, every, strict=True)):
         if groups.kinds[kind].form != "state":
             own = {name: caches[name] for name in group.layer_names}
             alone = SimpleNamespace(num_blocks=kv_cache_config.num_blocks, kv_cache_groups=[group])
             described = describe(vllm_config, alone, own, rank, version)
-            found[number] = Group(kind, described.caches, described.hints, described.metadata)
+            found[group_number] = Group(kind, described.caches, described.hints, described.metadata)
     if not found:
         raise ConfigError("no layer of this model keeps keys and values: leave lwkv out for it")
     model = next(iter(found.values())).metadata
-    for number, (kind, group) in enumerate(zip(groups.kind_of, every, strict=True)):
-        if number not in found:
+    for group_number, (kind, group) in enumerate(zip(groups.kind_of, every, strict=True)):
+        if group_number not in found:
             own = {name: caches[name] for name in group.layer_names}
-            found[number] = _states(kind, groups.kinds[kind], own, model, version)
-    return [found[number] for number in range(len(every))]
+            found[group_number] = _states(kind, groups.kinds[kind], own, model, version)
+    return [found[group_number] for group_number in range(len(every))]
 
 
 def _states(
-    number: int, kind: Kind, caches: Mapping[str, torch.Tensor], model: CacheMetadata, version: str
+    kind_number: int, kind: Kind, caches: Mapping[str, torch.Tensor], model: CacheMetadata, version: str
 ) -> Group:
     """A group of layers that keep states. What their bytes mean only the same release of vLLM knows."""
     rows = {name: _rows(name, cache, kind.block_bytes) for name, cache in caches.items()}
@@ -66,7 +66,7 @@ def _states(
         use_mla=False,
         revision=f"{model.revision} states of vLLM {version}",
     )
-    return Group(number, rows, {}, own)
+    return Group(kind_number, rows, {}, own)
 
 
 def _rows(name: str, cache: torch.Tensor, num_bytes: int) -> torch.Tensor:

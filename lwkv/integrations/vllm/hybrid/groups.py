@@ -95,14 +95,14 @@ def read_groups(
         ConfigError: layers that keep what cannot be cached, by name, with what to do.
     """
     groups = kv_cache_config.kv_cache_groups
-    for number, group in enumerate(groups):
-        _refuse_group(kv_cache_config, number, group)
+    for group_number, group in enumerate(groups):
+        _refuse_group(kv_cache_config, group_number, group)
     kinds = [_kind(group, caches) for group in groups]
     layers = Counter[Kind]()
     for kind in kinds:
         layers[replace(kind, num_layers=1)] += kind.num_layers
-    merged = tuple(replace(kind, num_layers=number) for kind, number in layers.items())
-    numbers = {kind: number for number, kind in enumerate(layers)}
+    merged = tuple(replace(kind, num_layers=num_layers) for kind, num_layers in layers.items())
+    numbers = {kind: kind_number for kind_number, kind in enumerate(layers)}
     alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 1
     size = choose_chunk_size(chunk_size, [kind.block_size for kind in merged], alignment)
     if any(kind.form == "state" for kind in merged):
@@ -127,7 +127,7 @@ def _kind(group: Any, caches: Mapping[str, torch.Tensor] | None) -> Kind:
     )
 
 
-def _refuse_group(kv_cache_config: Any, number: int, group: Any) -> None:
+def _refuse_group(kv_cache_config: Any, group_number: int, group: Any) -> None:
     """Raise ConfigError for a group that cannot be cached beside others."""
     specs = layer_specs(group)
     for kind in dict.fromkeys(type(spec).__name__ for spec in specs.values()):
@@ -138,14 +138,14 @@ def _refuse_group(kv_cache_config: Any, number: int, group: Any) -> None:
                 + (f", or {ONE_GROUP}" if hasattr(specs[names[0]], "num_kv_heads") else "")
             )
     advice = f"{ONE_GROUP}, or " if all(hasattr(spec, "num_kv_heads") for spec in specs.values()) else ""
-    for what in _peculiarities(kv_cache_config, number, group):
+    for what in _peculiarities(kv_cache_config, group_number, group):
         raise ConfigError(
             f"{_shown(group.layer_names)} {what}, which lwkv does not cache beside other groups of caches; "
             f"{advice}leave lwkv out for this model"
         )
 
 
-def _peculiarities(kv_cache_config: Any, number: int, group: Any) -> list[str]:
+def _peculiarities(kv_cache_config: Any, group_number: int, group: Any) -> list[str]:
     """What is not handled of a group whose layers are of known kinds."""
     specs = list(layer_specs(group).values())
     (first, *_) = specs
@@ -154,7 +154,7 @@ def _peculiarities(kv_cache_config: Any, number: int, group: Any) -> list[str]:
         "differ within one group": any(spec != first for spec in specs),
         "are of a draft model": getattr(group, "is_eagle_group", False),
         "are in host memory": getattr(group, "host_resident", False),
-        "hold what is not found again": cacheable is not None and number not in cacheable,
+        "hold what is not found again": cacheable is not None and group_number not in cacheable,
         "keep tokens behind their window": bool(getattr(first, "extra_retained_tokens", 0)),
         "look at tokens of their own part of a prompt alone": bool(
             FORMS[type(first).__name__] != "local" and getattr(first, "attention_chunk_size", None)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class StepLoads:
     """The loads of one step, and when they were queued."""
 
     request_ids: list[str]
@@ -49,18 +49,18 @@ class LoadsUnderWay:
         self._timeout_s = timeout_s
         self._counters = counters
         self._clock = clock
-        self._batches: list[Batch] = []
+        self._steps: list[StepLoads] = []
         self._throttle = LogThrottle(log, clock)
 
     def __len__(self) -> int:
         """Steps whose loads are under way."""
-        return len(self._batches)
+        return len(self._steps)
 
     def begin(self, orders: Sequence[LoadOrder]) -> None:
         """Queue what a step is to load, behind what the current stream holds."""
         if orders:
             apart = self._engine.load_apart([load_of(order) for order in orders])
-            self._batches.append(Batch([order.request_id for order in orders], apart, self._clock()))
+            self._steps.append(StepLoads([order.request_id for order in orders], apart, self._clock()))
 
     def take_received(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them whose loads have failed.
@@ -68,26 +68,26 @@ class LoadsUnderWay:
         What the current stream does from now on finds what was loaded.
         """
         received, failed, still = set[str](), set[str](), []
-        for batch in self._batches:
-            if not (batch.apart.have_arrived() or self._is_overdue(batch)):
-                still.append(batch)
+        for loads in self._steps:
+            if not (loads.apart.have_arrived() or self._is_overdue(loads)):
+                still.append(loads)
                 continue
-            batch.apart.wait()
-            received.update(batch.request_ids)
-            pairs = zip(batch.request_ids, batch.apart.loaded, strict=True)
+            loads.apart.wait()
+            received.update(loads.request_ids)
+            pairs = zip(loads.request_ids, loads.apart.loaded, strict=True)
             failed.update(request_id for request_id, is_there in pairs if not is_there)
         if failed:
             self._counters.add("loads_failed", len(failed))
-        self._batches = still
+        self._steps = still
         return received, failed
 
-    def _is_overdue(self, batch: Batch) -> bool:
-        if self._clock() - batch.since < self._timeout_s:
+    def _is_overdue(self, loads: StepLoads) -> bool:
+        if self._clock() - loads.since < self._timeout_s:
             return False
-        self._counters.add("loads_overdue", len(batch.request_ids))
+        self._counters.add("loads_overdue", len(loads.request_ids))
         self._throttle.warn(
             "loads for %d requests take longer than load_timeout_s, %g s: the next step waits for them",
-            len(batch.request_ids),
+            len(loads.request_ids),
             self._timeout_s,
         )
         return True

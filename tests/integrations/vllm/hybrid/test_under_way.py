@@ -64,7 +64,7 @@ class Held:
         assert not self.model.received
 
     def _arrivals(self) -> list[Any]:
-        batches = self.model.worker._under_way._batches
+        batches = self.model.worker._under_way._steps
         return [arrival for batch in batches for arrival in batch.apart.arrivals]
 
     def _hold(self) -> None:

@@ -19,7 +19,7 @@ from lwkv.integrations.vllm.blending.model.calls import Call, Seen, States
 from lwkv.integrations.vllm.blending.model.flat_layer import FlatLayer, flat_layer
 from lwkv.integrations.vllm.blending.model.kernels import EagerKernels
 from lwkv.integrations.vllm.blending.model.row_attention import RowAttentions, RowMetadata, is_better
-from lwkv.integrations.vllm.blending.model.runs import Piece, pieces
+from lwkv.integrations.vllm.blending.model.runs import CallRows, pieces
 from lwkv.platforms.protocol import Int64s
 
 MOST_GAP = 1
@@ -157,7 +157,7 @@ class ModelLayers:
         return context
 
     def _call(
-        self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: Piece, bounds: Tensor, seen: Tensor
+        self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: CallRows, bounds: Tensor, seen: Tensor
     ) -> Call:
         first, last, ends = cut
         on_host = _bounds(cut)
@@ -178,14 +178,14 @@ class ModelLayers:
         return self._made(cut, places, slots, self._builder.build(0, common, fast_build=True))
 
     def _call_by_rows(
-        self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: Piece, bounds: Tensor, seen: Tensor
+        self, positions: Int64s, rows: Tensor, blocks: Tensor, cut: CallRows, bounds: Tensor, seen: Tensor
     ) -> Call:
         del positions, bounds, seen
         places, slots = rows[0, cut.first : cut.last], rows[1, cut.first : cut.last]
         return self._made(cut, places, slots, RowMetadata(places, blocks), by_rows=True)
 
     def _made(
-        self, cut: Piece, positions: Tensor, slots: Tensor, metadata: Any, by_rows: bool = False
+        self, cut: CallRows, positions: Tensor, slots: Tensor, metadata: Any, by_rows: bool = False
     ) -> Call:
         context = set_forward_context(
             dict.fromkeys(self._names, metadata),
@@ -209,7 +209,7 @@ def _joined(done: Sequence[States]) -> States:
     return States(torch.cat(hidden), torch.cat(residual))
 
 
-def _bounds(cut: Piece) -> Int64s:
+def _bounds(cut: CallRows) -> Int64s:
     """The first row of each run of a call, and the end, counted from the call's first row."""
     bounds: Int64s = np.concatenate([[cut.first], cut.ends]) - cut.first
     return bounds

@@ -10,7 +10,7 @@ import numpy as np
 from lwkv.platforms.protocol import Int64s
 
 
-class Piece(NamedTuple):
+class CallRows(NamedTuple):
     """Neighbouring rows [first, last) of a pass, computed in one call; run i ends before row `ends[i]`."""
 
     first: int
@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     ends: Int64s
 
 
-def pieces(positions: Int64s, most_rows: int, most_runs: int) -> Iterator[Piece]:
+def pieces(positions: Int64s, most_rows: int, most_runs: int) -> Iterator[CallRows]:
     """Cut rows at ascending `positions`, int64 (rows,), into calls of so many rows and runs at most.
 
     A row sees the keys up to its own position, which earlier pieces have written: any cut is exact.
@@ -29,7 +29,7 @@ def pieces(positions: Int64s, most_rows: int, most_runs: int) -> Iterator[Piece]
         later = starts[starts > first]
         limit = int(later[most_runs - 1]) if len(later) >= most_runs else len(positions)
         last = min(first + most_rows, limit, len(positions))
-        yield Piece(first, last, np.append(later[later < last], last))
+        yield CallRows(first, last, np.append(later[later < last], last))
         first = last
 
 

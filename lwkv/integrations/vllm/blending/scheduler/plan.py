@@ -37,7 +37,7 @@ class BlendSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BlendPlan:
     """Tokens [num_local, end) that a step brings to a request's blocks, of which [num_local, num_exact) are
     loaded as an ordinary prefill has stored them.
 
@@ -65,13 +65,13 @@ def make_plan(
     cached: Sequence[tuple[Segment, int]],
     num_local: int,
     num_exact: int,
-) -> Plan | None:
+) -> BlendPlan | None:
     """Plan the blend of a prompt; None where there is nothing to gain, or too much to compute.
 
     Args:
         num_tokens: of the request.
         cached: its segments, ascending, each with how many of its leading tokens are cached.
-        num_local, num_exact: as in Plan.
+        num_local, num_exact: as in BlendPlan.
     """
     found: list[Segment] = []
     best, reused = None, 0
@@ -87,11 +87,11 @@ def make_plan(
         if sizes.rows(mine, end - num_exact - mine) > sizes.most_rows:
             break
         reused += last - first
-        best = Plan(num_local, num_exact, end, tuple(found))
+        best = BlendPlan(num_local, num_exact, end, tuple(found))
     return best
 
 
-def beside_others(sizes: BlendSizes, plan: Plan, num_tokens: int) -> Plan:
+def beside_others(sizes: BlendSizes, plan: BlendPlan, num_tokens: int) -> BlendPlan:
     """The same for a request of `num_tokens` that waits while its blend is done in parts.
 
     Its question, which a selector may need, comes along: vLLM has given blocks to no tokens behind the blend.

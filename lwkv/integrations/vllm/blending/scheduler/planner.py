@@ -13,7 +13,7 @@ import numpy as np
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.integrations.vllm.blending.scheduler.block_hashes import can_be_salted, salt
 from lwkv.integrations.vllm.blending.scheduler.encodes import Encodes, slots_of
-from lwkv.integrations.vllm.blending.scheduler.plan import BlendSizes, Plan, beside_others, make_plan
+from lwkv.integrations.vllm.blending.scheduler.plan import BlendPlan, BlendSizes, beside_others, make_plan
 from lwkv.integrations.vllm.blending.scheduler.prompt_chunks import PromptChunks
 from lwkv.integrations.vllm.blending.scheduler.prompt_segments import PromptSegments
 from lwkv.integrations.vllm.blending.scheduler.segment_tiers import SegmentTiers
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class SegmentedPrompt:
     """A request that has segments.
 
     Attributes:
@@ -43,10 +43,10 @@ class Prompt:
     request: Any
     chunks: PromptChunks
     blended_from: int | None = None
-    plan: Plan | None = None
+    plan: BlendPlan | None = None
     waits_since: float | None = None
     is_given_up: bool = False
-    under_way: Plan | None = None
+    under_way: BlendPlan | None = None
     has_failed: bool = False
     had_plan: bool = False
 
@@ -84,7 +84,7 @@ class BlendPlanner:
         self._tiers, self._counters, self._timeout_s, self._clock = tiers, counters, timeout_s, clock
         self._encodes = Encodes(len(shared_prefix), sizes.most_rows, tiers.is_cached, clock)
         self._throttle = LogThrottle(log)
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, SegmentedPrompt] = {}
         self._looked_at: dict[str, Any] = {}
         self._settled = SettledBlocks(sizes.block_size)
         self._is_taken = False
@@ -105,7 +105,7 @@ class BlendPlanner:
         if segments:
             ids = np.array(request.prompt_token_ids, np.int64)
             chunks = self._tiers.chunks(ids, segments, salts)
-            self._prompts[request.request_id] = Prompt(request, chunks)
+            self._prompts[request.request_id] = SegmentedPrompt(request, chunks)
         else:
             self._prompts.pop(request.request_id, None)
 
@@ -258,7 +258,7 @@ class BlendPlanner:
         places = slots[: plan.end], plan.num_local, plan.num_exact, plan.segments, question
         return BlendOrder(tokens, salts, *places, request.request_id if plan.waits else None)
 
-    def _question(self, slots: Int64s, plan: Plan, num_tokens: int) -> Int64s:
+    def _question(self, slots: Int64s, plan: BlendPlan, num_tokens: int) -> Int64s:
         """The slots of all tokens behind a blend; none where nobody asks, or the step lacks some of them."""
         sizes, num_behind = self._sizes, num_tokens - plan.end
         is_asked = sizes.asks and num_tokens <= len(slots) and num_behind <= sizes.most_rows
@@ -288,20 +288,20 @@ class BlendPlanner:
         prompt = self._of(request)
         return prompt is not None and prompt.plan is not None
 
-    def _of(self, request: Any) -> Prompt | None:
+    def _of(self, request: Any) -> SegmentedPrompt | None:
         prompt = self._prompts.get(request.request_id)
         return prompt if prompt is not None and prompt.request is request else None
 
     def _plan(
-        self, prompt: Prompt, num_local: int, num_exact: int, with_lower_tiers: bool = False
-    ) -> Plan | None:
+        self, prompt: SegmentedPrompt, num_local: int, num_exact: int, with_lower_tiers: bool = False
+    ) -> BlendPlan | None:
         num_tokens = prompt.request.num_tokens
         if num_tokens < self._sizes.min_tokens or not can_be_salted(prompt.request, self._sizes.block_size):
             return None
         cached = self._tiers.cached(prompt.chunks, num_exact, with_lower_tiers)
         return make_plan(self._sizes, num_tokens, cached, num_local, num_exact)
 
-    def _awaits_tiers(self, prompt: Prompt, num_local: int, num_exact: int) -> bool:
+    def _awaits_tiers(self, prompt: SegmentedPrompt, num_local: int, num_exact: int) -> bool:
         """Whether a prompt is to wait for what lower tiers have, or have to bring."""
         name = prompt.request.request_id
         if self._tiers.has_begun(name):
@@ -313,7 +313,7 @@ class BlendPlanner:
         plan = self._plan(prompt, num_local, num_exact, with_lower_tiers=True)
         return plan is not None and self._tiers.bring(name, prompt.chunks, plan)
 
-    def _awaits_blocks(self, prompt: Prompt) -> bool:
+    def _awaits_blocks(self, prompt: SegmentedPrompt) -> bool:
         """Whether a prompt is to wait on for tokens that another request may be computing."""
         now = self._clock()
         if prompt.waits_since is None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from lwkv.blend.request import Segment
 from lwkv.blend.segment_cache import segment_keys
-from lwkv.integrations.vllm.blending.scheduler.plan import Plan
+from lwkv.integrations.vllm.blending.scheduler.plan import BlendPlan
 from lwkv.integrations.vllm.blending.scheduler.prompt_chunks import (
     KeyedSegment,
     LookUp,
@@ -98,7 +98,7 @@ class SegmentTiers:
         """Whether all of a segment is in some tier."""
         return self._there(segment, 0, chunks.below).stop == len(segment.keys[0])
 
-    def bring(self, request_id: str, chunks: PromptChunks, plan: Plan) -> bool:
+    def bring(self, request_id: str, chunks: PromptChunks, plan: BlendPlan) -> bool:
         """Have what a plan needs brought to host memory, where some is not there; whether the prompt waits.
 
         It waits as long as for its exact prefix, for both together.
@@ -138,7 +138,7 @@ class SegmentTiers:
         )
         return range(first, next(missing, len(keys[0])))
 
-    def _wanted(self, chunks: PromptChunks, plan: Plan) -> list[Wanted]:
+    def _wanted(self, chunks: PromptChunks, plan: BlendPlan) -> list[Wanted]:
         """What a plan loads; what is in host memory too: it is not to go while the rest is brought."""
         wanted = []
         for segment in chunks.segments:

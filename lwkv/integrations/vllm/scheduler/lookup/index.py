@@ -113,7 +113,9 @@ class ChunkIndex:
     def namespaces(self) -> list[str]:
         """Of each rank's keys; none before all ranks are known."""
         known = len(self._ranks) == self._num_ranks
-        return [self._ranks[number].info.namespace for number in sorted(self._ranks)] if known else []
+        return (
+            [self._ranks[rank_number].info.namespace for rank_number in sorted(self._ranks)] if known else []
+        )
 
     @property
     def most_chunks(self) -> int:
@@ -163,7 +165,7 @@ class ChunkIndex:
         """`keys`, of full chunks, with those of `tokens` behind them, which alone are hashed."""
         if len(self._ranks) < self._num_ranks:
             return []
-        names = [self._ranks[number].info.namespace for number in sorted(self._ranks)]
+        names = [self._ranks[rank_number].info.namespace for rank_number in sorted(self._ranks)]
         keys = keys or [[] for _ in names]
         for own, name in zip(keys, names, strict=True):
             last = own[-1] if own else None
@@ -213,10 +215,10 @@ class ChunkIndex:
 
     def has_news(self, of: Set[bytes], since: int) -> bool:
         """Whether any change after the first `since` was about one of these chunks, by their hashes."""
-        number = self.changes - since
-        if number > len(self._news):
+        num_changes = self.changes - since
+        if num_changes > len(self._news):
             return True
-        recent = islice(reversed(self._news), number)
+        recent = islice(reversed(self._news), num_changes)
         return any(news is None or not news.isdisjoint(of) for news in recent)
 
     def close(self) -> None:
@@ -232,10 +234,12 @@ class ChunkIndex:
     def _each_of(self, chains: Sequence[RankKeys]) -> Iterator[tuple[RankChunks, list[list[ChunkKey]]]]:
         """Every rank with its own keys of each chain."""
         if chains and all(chains):
-            for number, rank in enumerate(self._ranks[number] for number in sorted(self._ranks)):
-                yield rank, [keys[number] for keys in chains]
+            for place, rank in enumerate(self._ranks[rank_number] for rank_number in sorted(self._ranks)):
+                yield rank, [keys[place] for keys in chains]
 
     def _each(self, keys: RankKeys) -> Iterator[tuple[RankChunks, list[ChunkKey]]]:
         """Every rank with its own keys."""
         if keys:
-            yield from zip((self._ranks[number] for number in sorted(self._ranks)), keys, strict=True)
+            yield from zip(
+                (self._ranks[rank_number] for rank_number in sorted(self._ranks)), keys, strict=True
+            )
