@@ -44,10 +44,12 @@ class Lane:
         one_stream: whether copies and kernels share a stream.
         most_prefilled: how many buffers a load fills before it queues a layer; None for all. Batches that
             begin one right after the other would fill each other's anew.
+        least_bytes: layers of a load are queued together, as far as a buffer holds them, until they have so
+            many: for a buffer the host takes a while, however little is in it.
 
     Attributes:
         one_stream: as given.
-        most_prefilled: as given, in buffers.
+        most_prefilled, least_bytes: as given, in buffers and bytes.
         raw_pages: uint8 (raw_bytes,), the kernels stream's own: what it has decoded of one buffer, or is to
             code next.
     """
@@ -63,9 +65,11 @@ class Lane:
         raw_bytes: int = 0,
         one_stream: bool = False,
         most_prefilled: int | None = None,
+        least_bytes: int = 0,
     ) -> None:
         self._platform, self._loads, self.one_stream = platform, loads, one_stream
         self.most_prefilled = num_buffers if most_prefilled is None else most_prefilled
+        self.least_bytes = least_bytes
         self._move, self._takes_handles = partial(kernels.move_layers, loads), kernels.takes_handles
         # The model waits for a load's kernels, which are short: they go before its own. For a save's nobody
         # waits: they fill the gaps that the model's leave.

@@ -81,7 +81,7 @@ class Loader(ABC, Generic[LoadT]):
         self._num_layers = len(plans.layers)
         self._timeline = timeline
         self._lookahead_layers = lookahead_layers
-        self._cuts: dict[int, list[range]] = {}
+        self._cuts: dict[tuple[int, int], list[range]] = {}
 
     @abstractmethod
     def begin_load(self, transfer: Transfer, pages: Int64s | None = None) -> LoadT:
@@ -317,14 +317,19 @@ class Loader(ABC, Generic[LoadT]):
         is ahead by more layers the later it is; one that takes less has the last ones left to compute.
         """
         most = load.plan.layers_per_buffer
-        cut = self._cuts.get(most)
+        least = load.lane.least_bytes // max(load.plan.layer_bytes, 1)
+        cut = self._cuts.get((most, least))
         if cut is None:
-            cut = self._cuts[most] = [self._share(most, first) for first in range(self._num_layers)]
+            cuts = [self._share(most, least, first) for first in range(self._num_layers)]
+            cut = self._cuts[most, least] = cuts
         return cut[layer]
 
-    def _share(self, most: int, layer: int) -> range:
-        """The layers from `layer` on that share a staging buffer which has room for `most`."""
-        return range(layer, layer + max(1, min(most, 1 + layer // 2, (self._num_layers - layer + 1) // 3)))
+    def _share(self, most: int, least: int, layer: int) -> range:
+        """The layers from `layer` on that share a staging buffer which has room for `most`, if there are so
+        many `least` of them."""
+        left = self._num_layers - layer
+        wanted = max(least, min(1 + layer // 2, (left + 1) // 3))
+        return range(layer, layer + max(1, min(most, wanted, left)))
 
     def _let_wait(self, stream: Stream, event: Event) -> None:
         self._platform.wait_event(stream, event)

@@ -25,6 +25,9 @@ from lwkv.transfer import NO_SLOT
 STAGING_ALIGNMENT = 512
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 256, 128 << 20, 256 << 20
 """Of the device's memory for staging, without half of the buffers for loads, which come on top."""
+LEAST_TOGETHER = 4 << 20
+"""Bytes of several layers that come together where groups take turns: windows and states often have so few
+that the link would wait for the host, which queues a copy, a kernel and four events for each buffer."""
 
 
 class Lanes(NamedTuple):
@@ -100,12 +103,13 @@ class PagedConnector(Caches):
         Their layers then travel in the order in which they are queued, each way over as much staging as one
         connector has. All belong to one thread. Raises ConfigError as `start`.
         """
-        lanes = max(connectors, key=lambda connector: connector.page_bytes)._open_lanes(most_prefilled=1)
+        largest = max(connectors, key=lambda connector: connector.page_bytes)
+        lanes = largest._open_lanes(most_prefilled=1, least_bytes=LEAST_TOGETHER)
         for connector in connectors:
             connector._lanes = lanes
 
-    def _open_lanes(self, most_prefilled: int | None = None) -> Lanes:
-        """Streams and staging; `most_prefilled` as the Lane's for loads."""
+    def _open_lanes(self, most_prefilled: int | None = None, least_bytes: int = 0) -> Lanes:
+        """Streams and staging; `most_prefilled` and `least_bytes` as the Lane's for loads."""
         config, buffer_bytes, kernels = self._config, self._buffer_bytes(), choose_kernels(self.platform)
         raw_bytes = buffer_bytes // self.page_bytes * _raw_page_bytes(self.codec, self.layers)
         lane = partial(Lane, self.platform, self.device, kernels, buffer_bytes=buffer_bytes)
@@ -115,6 +119,7 @@ class PagedConnector(Caches):
             loads=True,
             one_stream=config.load_streams == 1,
             most_prefilled=most_prefilled,
+            least_bytes=least_bytes,
         )
         saves = lane(num_buffers=config.staging_buffers, loads=False)
         return Lanes(kernels, loads, saves, buffer_bytes)

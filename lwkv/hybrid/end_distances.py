@@ -48,7 +48,7 @@ class EndDistances:
         """Note that a chunk right behind `chunk` was at `old` and is at `new`; None where it is not there."""
         passed = []
         while chunk is not None and old != new:
-            was = self.of(chunk)
+            was = self._distances.get(chunk, 0)
             now = self._count(chunk, old, new)
             if self._reached[was] != self._reached[now]:
                 passed.append(chunk)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +12,9 @@ import numpy as np
 from lwkv.hybrid.units import Reach, Unit, UnitKey, Units
 from lwkv.platforms.protocol import Int64s
 from lwkv.storage.host_tier import Chunk, PageCounts
+
+FIRST_LOOKED_AT = 16
+"""Units whose pages are looked at together for eviction, the first time; twice as many each time after."""
 
 
 class KindWatcher(Protocol):
@@ -72,6 +76,7 @@ class HybridHostTier:
     def __init__(self, pool: SharedPages, kinds: Mapping[int, KindShape], most_state_pages: int) -> None:
         self._pool = pool
         self._kinds = kinds
+        self._num_pieces = {number: kind.num_pieces for number, kind in kinds.items()}
         self._units = Units({number: kind.reach for number, kind in kinds.items()})
         self._most_state_pages = most_state_pages
         self._state_pages = 0
@@ -88,12 +93,15 @@ class HybridHostTier:
 
     def contains(self, pieces: Sequence[Piece]) -> list[bool]:
         with self._lock:
-            return [self._piece(piece) is not None for piece in pieces]
+            return [chunk is not None for chunk in self._those(pieces)]
 
     def are_whole(self, units: Sequence[UnitKey]) -> list[bool]:
         """Whether all pieces of each are here."""
         with self._lock:
-            return [self._is_whole(key, self._units.get(key)) for key in units]
+            found = zip(units, self._units.get_all(units), strict=True)
+            return [
+                unit is not None and len(unit.pieces) == self._num_pieces[key.kind] for key, unit in found
+            ]
 
     def those_whole(self, units: Sequence[UnitKey]) -> list[UnitKey]:
         """Those of which all pieces are here."""
@@ -102,7 +110,9 @@ class HybridHostTier:
     def pin(self, pieces: Sequence[Piece]) -> list[Chunk | None]:
         """Pin every piece that is here; `unpin` ends it. They do not count as used. None after `close`."""
         with self._lock:
-            found = [None if self._closed else self._piece(piece) for piece in pieces]
+            found: list[Chunk | None] = [None] * len(pieces)
+            if not self._closed:
+                found = self._those(pieces)
             self._pin([chunk for chunk in found if chunk is not None])
             return found
 
@@ -154,17 +164,10 @@ class HybridHostTier:
             before: the chunk before that of each piece, if it is known.
             shares: whether to return what became whole, with references to its pages that are the caller's.
         """
-        dropped: list[Chunk] = []
         with self._lock:
-            new: dict[UnitKey, None] = {}
-            for piece, chunk, parent in zip(pieces, chunks, before, strict=True):
-                if self._closed or self._piece(piece) is not None:
-                    dropped.append(chunk)
-                    continue
-                self._add(piece, chunk, parent)
-                new[piece.unit] = None
+            new, dropped = self._add_all(pieces, chunks, before)
             self._units.use([*new])
-            whole = [key for key in new if self._is_whole(key, self._units.get(key))]
+            whole = [key for key, unit in new.items() if len(unit.pieces) == self._num_pieces[key.kind]]
             self._tell_kept(whole)
             shared = self._share(whole) if shares else []
             dropped += self._bound_states(new)
@@ -196,6 +199,11 @@ class HybridHostTier:
         unit = self._units.get(piece.unit)
         return None if unit is None else unit.pieces.get(piece.slot)
 
+    def _those(self, pieces: Sequence[Piece]) -> list[Chunk | None]:
+        """As `_piece` of each, without a call for it: a store waits."""
+        found = zip(pieces, self._units.get_all([unit for unit, _ in pieces]), strict=True)
+        return [None if unit is None else unit.pieces.get(slot) for (_, slot), unit in found]
+
     def _whole_pieces(self, key: UnitKey) -> list[Chunk] | None:
         unit = self._units.get(key)
         if unit is None or not self._is_whole(key, unit):
@@ -212,7 +220,7 @@ class HybridHostTier:
         return found
 
     def _is_whole(self, key: UnitKey, unit: Unit | None) -> bool:
-        return unit is not None and len(unit.pieces) == self._kinds[key.kind].num_pieces
+        return unit is not None and len(unit.pieces) == self._num_pieces[key.kind]
 
     def _pin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -228,65 +236,85 @@ class HybridHostTier:
                 self._pinned_pages -= len(chunk.pages)
         self.pins -= len(chunks)
 
-    def _add(self, piece: Piece, chunk: Chunk, before: bytes | None) -> None:
-        unit = self._units.get(piece.unit) or self._units.add(piece.unit, before)
-        unit.pieces[piece.slot] = chunk
-        self._pages += len(chunk.pages)
-        if self._kinds[piece.unit.kind].reach.is_state:
-            self._state_pages += len(chunk.pages)
+    def _add_all(
+        self, pieces: Sequence[Piece], chunks: Sequence[Chunk], before: Sequence[bytes | None]
+    ) -> tuple[dict[UnitKey, Unit], list[Chunk]]:
+        """Add those that are not here: the units that have some of them, and the chunks left over."""
+        new: dict[UnitKey, Unit] = {}
+        dropped: list[Chunk] = []
+        units = self._units.get_all([unit for unit, _ in pieces])
+        for (key, slot), chunk, parent, known in zip(pieces, chunks, before, units, strict=True):
+            unit = known or new.get(key)
+            if self._closed or (unit is not None and slot in unit.pieces):
+                dropped.append(chunk)
+                continue
+            unit = new[key] = unit or self._units.add(key, parent)
+            unit.pieces[slot] = chunk
+            self._pages += len(chunk.pages)
+            self._state_pages += len(chunk.pages) * self._kinds[key.kind].reach.is_state
+        return new, dropped
 
-    def _bound_states(self, new: Mapping[UnitKey, None]) -> list[Chunk]:
+    def _bound_states(self, new: Mapping[UnitKey, Unit]) -> list[Chunk]:
         """Drop states until they take no more than their share; those just inserted stay."""
         if self._state_pages <= self._most_state_pages:
             return []
         victims, excess = [], self._state_pages - self._most_state_pages
-        for key in self._units.states():
-            unit = self._units.get(key)
-            if excess > 0 and unit is not None and key not in new and self._can_go(unit):
+        states = [key for key in self._units.states() if key not in new]
+        for key, num_pages in self._pages_of_free(states).items():
+            if excess > 0:
                 victims.append(key)
-                excess -= unit.num_pages
+                excess -= num_pages
         return self._drop(victims)
 
-    def _can_go(self, unit: Unit) -> bool:
-        """Whether nobody has it pinned, or reads its pages."""
-        if unit.is_pinned or not unit.pieces:
-            return False
-        pages = np.concatenate([chunk.pages for chunk in unit.pieces.values()])
-        return not self._pool.shared(pages).any()
+    def _pages_of_free(self, keys: Sequence[UnitKey]) -> dict[UnitKey, int]:
+        """The pages of those that nobody has pinned, and whose pages nobody reads, in their order."""
+        found = zip(keys, self._units.get_all(keys), strict=True)
+        units = {key: unit for key, unit in found if unit is not None and unit.pieces and not unit.is_pinned}
+        chunks = [[chunk.pages for chunk in unit.pieces.values()] for unit in units.values()]
+        counts = [sum(map(len, pages)) for pages in chunks]
+        if not counts:
+            return {}
+        shared = self._pool.shared(np.concatenate([page for pages in chunks for page in pages]))
+        if not shared.any():
+            return dict(zip(units, counts, strict=True))
+        starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+        read: list[bool] = np.logical_or.reduceat(shared, starts).tolist()
+        rows = zip(units, counts, read, strict=True)
+        return {key: count for key, count, is_read in rows if not is_read}
 
     def _victims(self, num_pages: int) -> list[UnitKey] | None:
+        """Those to go for so many pages, in their order, with those of other kinds that are beside them."""
         victims: dict[UnitKey, None] = {}
-        for key in self._units:
-            if num_pages <= 0:
-                break
-            for each in self._going_with(key):
-                unit = self._units.get(each)
-                if each not in victims and unit is not None and self._can_go(unit):
-                    victims[each] = None
-                    num_pages -= unit.num_pages
+        order, size = iter(self._units), FIRST_LOOKED_AT
+        while num_pages > 0 and (some := [*islice(order, size)]):
+            size *= 2
+            with_others = {key: self._units.beside(key) for key in some}
+            free = self._pages_of_free([*dict.fromkeys([*some, *chain.from_iterable(with_others.values())])])
+            for key in some:
+                if num_pages <= 0:
+                    break
+                for each in (key, *with_others[key]) if key in free else ():
+                    if each in free and each not in victims:
+                        victims[each] = None
+                        num_pages -= free[each]
         return None if num_pages > 0 else [*victims]
-
-    def _going_with(self, key: UnitKey) -> Iterator[UnitKey]:
-        yield key
-        unit = self._units.get(key)
-        if unit is not None and self._can_go(unit):
-            yield from self._units.beside(key)
 
     def _drop_all(self) -> list[Chunk]:
         return self._drop([key for key, unit in self._units.items() if not unit.is_pinned])
 
     def _drop(self, keys: Sequence[UnitKey]) -> list[Chunk]:
         """Remove units; their pieces."""
-        whole = [key for key in keys if self._is_whole(key, self._units.get(key))]
-        units = [(key, self._units.remove(key)) for key in keys]
-        states = (unit.num_pages for key, unit in units if self._kinds[key.kind].reach.is_state)
+        units = [*zip(keys, self._units.remove_all(keys), strict=True)]
+        whole = [key for key, unit in units if len(unit.pieces) == self._num_pieces[key.kind]]
+        chunks = [(key, chunk) for key, unit in units for chunk in unit.pieces.values()]
+        states = [len(chunk.pages) for key, chunk in chunks if self._kinds[key.kind].reach.is_state]
         self._state_pages -= sum(states)
-        self._pages -= sum(unit.num_pages for _, unit in units)
+        self._pages -= sum([len(chunk.pages) for _, chunk in chunks])
         self.evicted += len(whole)
         if self.watcher is not None:
             for kind, hashes in _by_kind(whole).items():
                 self.watcher.dropped(kind, hashes)
-        return [chunk for _, unit in units for chunk in unit.pieces.values()]
+        return [chunk for _, chunk in chunks]
 
     def _tell_kept(self, keys: Sequence[UnitKey]) -> None:
         if self.watcher is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,7 @@ class Pieces:
 
     def store(self, store: Store, table: Sequence[int]) -> KeyedSlots | None:
         """What is to be stored, or None."""
-        starts = [*self._starts(self.chunks_to_store(store))]
+        starts = self._starts(self.chunks_to_store(store))
         return self._keyed(store.hashes, starts, table, 0) if starts else None
 
     def chunks_to_store(self, store: Store) -> Sequence[int]:
@@ -110,17 +110,24 @@ class Pieces:
             chosen &= {store.end}
         return sorted({chunk for boundary in chosen for chunk in self.chunks_needed(boundary)})
 
-    def is_gone(self, chunk: int, table: Sequence[int]) -> bool:
-        """Whether some block of a chunk is not there any more."""
-        end, size = (chunk + 1) * self._chunk_size, self.kind.block_size
-        blocks = table[(end - self._stored) // size : end // size]
-        return len(blocks) < self._stored // size or 0 in blocks
+    def those_gone(self, chunks: Sequence[int], table: Sequence[int]) -> Sequence[int]:
+        """Those of the chunks of which some block is not there any more."""
+        size, blocks = self.kind.block_size, self._chunk_size // self.kind.block_size
+        if not chunks or (max(chunks) < len(table) // blocks and 0 not in table):
+            return ()  # in C: a store waits for it
+        here, stored = len(table) // blocks, self._stored // size
+        rows = np.asarray(table[: here * blocks], np.int64).reshape(here, blocks)
+        there: list[bool] = np.all(rows[:, blocks - stored :] != 0, axis=1).tolist()
+        return [chunk for chunk in chunks if chunk >= here or not there[chunk]]
 
-    def _starts(self, chunks: Sequence[int]) -> Iterator[int]:
+    def _starts(self, chunks: Sequence[int]) -> list[int]:
         """The first token of each piece of these chunks."""
-        for chunk in chunks:
-            end = (chunk + 1) * self._chunk_size
-            yield from range(end - self._stored, end, self._tokens)
+        size, stored, tokens = self._chunk_size, self._stored, self._tokens
+        return [
+            start
+            for chunk in chunks
+            for start in range((chunk + 1) * size - stored, (chunk + 1) * size, tokens)
+        ]
 
     def _keyed(
         self, hashes: Sequence[bytes], starts: list[int], table: Sequence[int], first: int

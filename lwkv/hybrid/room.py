@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -67,12 +67,15 @@ class Room:
         """The stores, each with only so many leading chunks as there is room for."""
         stores = [self._from_first_missing(store) for store in stores]
         full: list[UnitKey] = []
+        units: dict[UnitKey, None] = {}
         for store in stores:
             own = [UnitKey(chunk, kind) for kind in self.full_kinds for chunk in self._chunks(store)]
+            kept = units_of(store, self._pieces)
             # What comes before is not to go for it.
-            self._tier.use([*own, *self._units_of(store)])
+            self._tier.use([*own, *kept])
             full += own
-        if self._new_pages(stores) > self._pool.available:
+            units |= dict.fromkeys(kept)
+        if self._new_pages([*units]) > self._pool.available:
             stores = self._cut_all(stores, self._tier.those_whole(full))
         self._coming.append({chunk for store in stores for chunk in self._chunks(store)})
         return [*stores]
@@ -87,13 +90,13 @@ class Room:
             most = len(store.hashes)
             if is_too_much(most):
                 most = bisect_left(range(1, most), True, key=is_too_much)
-            fitting.append(candidates.cut(most))
-            needed |= candidates.needed(most)
+            cut, units = candidates.cut(most)
+            fitting.append(cut)
+            needed |= units
         return fitting
 
     def _is_too_much(self, num_chunks: int, candidates: _Candidates, needed: Set[UnitKey], room: int) -> bool:
-        units = needed | candidates.needed(num_chunks)
-        return sum(self._unit_pages[key.kind] for key in units) > room
+        return self._pages_of(needed | candidates.cut(num_chunks)[1]) > room
 
     def _current(self, store: Store) -> list[UnitKey]:
         """What is kept of windows and states at the largest boundary of a request, and in use for that."""
@@ -126,14 +129,13 @@ class Room:
                     return replace(store, full_from=number * self._chunk_size)
         return store
 
-    def _new_pages(self, stores: Sequence[Store]) -> int:
-        """Pages of all that is not here."""
-        units = [*{key for store in stores for key in self._units_of(store)}]
+    def _new_pages(self, units: Sequence[UnitKey]) -> int:
+        """Pages of those that are not here."""
         known = self._tier.are_whole(units)
-        return sum(self._unit_pages[key.kind] for key, there in zip(units, known, strict=True) if not there)
+        return self._pages_of([key for key, there in zip(units, known, strict=True) if not there])
 
-    def _units_of(self, store: Store) -> list[UnitKey]:
-        return units_of(store, self._pieces)
+    def _pages_of(self, units: Collection[UnitKey]) -> int:
+        return sum([self._unit_pages[key.kind] for key in units])
 
 
 class _Candidates:
@@ -151,24 +153,30 @@ class _Candidates:
         self._tier = tier
         self._current = current
         self._kinds = {key.kind for key in current}
+        self._cuts: dict[int, tuple[Store, set[UnitKey]]] = {}
 
-    def cut(self, num_chunks: int) -> Store:
-        """Its first chunks; no windows or states where some blocks that they need have slid out."""
+    def cut(self, num_chunks: int) -> tuple[Store, set[UnitKey]]:
+        """Its first chunks, and all that it is to keep then. Worked out once.
+
+        No windows or states where some blocks that they need have slid out. What there is of these now is to
+        be kept too, unless another boundary takes its place.
+        """
+        if num_chunks not in self._cuts:
+            store = self._first(num_chunks)
+            units = {*units_of(store, self._pieces)}
+            has_all = self._kinds <= {key.kind for key in units}
+            self._cuts[num_chunks] = store, units if has_all else units.union(self._current)
+        return self._cuts[num_chunks]
+
+    def _first(self, num_chunks: int) -> Store:
         store = replace(self._store, hashes=self._store.hashes[:num_chunks])
         return replace(store, boundaries=frozenset()) if self._is_lost(store) else store
-
-    def needed(self, num_chunks: int) -> set[UnitKey]:
-        """All that it is to keep: what there is now too, unless another boundary takes its place."""
-        units = {*units_of(self.cut(num_chunks), self._pieces)}
-        has_all = self._kinds <= {key.kind for key in units}
-        return units if has_all else units.union(self._current)
 
     def _is_lost(self, store: Store) -> bool:
         lost = [
             UnitKey(store.hashes[chunk], kind)
             for kind, pieces in self._pieces.items()
-            for chunk in pieces.chunks_to_store(store)
-            if pieces.is_gone(chunk, store.tables[pieces.group])
+            for chunk in pieces.those_gone(pieces.chunks_to_store(store), store.tables[pieces.group])
         ]
         return not all(self._tier.are_whole(lost))
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, filterfalse, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from lwkv.hybrid.end_distances import EndDistances
 from lwkv.storage.host_tier import Chunk
 from lwkv.storage.prefix_order import PrefixOrder
+
+PINS = attrgetter("pins")
 
 
 class UnitKey(NamedTuple):
@@ -36,15 +39,20 @@ class Unit:
     @property
     def is_wanted(self) -> bool:
         """Whether more requests may go on with it: not if its only one has kept a later place since."""
-        return self.hits > 1 or (self.hits == 1 and not self.is_passed)
+        return self.hits > 1 or self.is_hit_once
+
+    @property
+    def is_hit_once(self) -> bool:
+        """Whether one request alone went on with it, and has not kept a later place since."""
+        return self.hits == 1 and not self.is_passed
 
     @property
     def is_pinned(self) -> bool:
-        return any(chunk.pins for chunk in self.pieces.values())
+        return any(map(PINS, self.pieces.values()))
 
     @property
     def num_pages(self) -> int:
-        return sum(len(chunk.pages) for chunk in self.pieces.values())
+        return sum([len(chunk.pages) for chunk in self.pieces.values()])
 
 
 class Reach(NamedTuple):
@@ -72,6 +80,7 @@ class Units:
     def __init__(self, reaches: Mapping[int, Reach]) -> None:
         self._reaches = reaches
         self._main = next((kind for kind, reach in reaches.items() if reach.chunks is None), None)
+        self._others = [kind for kind in reaches if kind != self._main]
         self._units: dict[UnitKey, Unit] = {}
         self._order: PrefixOrder[UnitKey] = PrefixOrder()
         bounds = {max(1, reach.chunks) for reach in reaches.values() if reach.chunks is not None}
@@ -86,14 +95,17 @@ class Units:
 
     def __iter__(self) -> Iterator[UnitKey]:
         """The next to go first. Nothing may be added, used or removed meanwhile."""
-        yield from self._order.orphans()
-        yield from (key for key in self._inside if not self._order.is_orphan(key))
-        yield from (
-            key for key in self._order.by_use() if not self._order.is_orphan(key) and key not in self._inside
-        )
+        lacks_one, is_inside = self._order.orphans.__contains__, self._inside.__contains__
+        inside = filterfalse(lacks_one, self._inside)
+        by_use = filterfalse(is_inside, filterfalse(lacks_one, self._order.parents))
+        return chain(self._order.orphans, inside, by_use)  # in C: a store waits for it
 
     def get(self, key: UnitKey) -> Unit | None:
         return self._units.get(key)
+
+    def get_all(self, keys: Iterable[UnitKey]) -> list[Unit | None]:
+        """As `get` of each, without a call for it: a store waits."""
+        return [*map(self._units.get, keys)]
 
     def items(self) -> Iterable[tuple[UnitKey, Unit]]:
         return self._units.items()
@@ -107,14 +119,13 @@ class Units:
         """Have a new unit go last; `before` is the chunk before it."""
         unit = self._units[key] = Unit()
         if self._main is None:
-            self._order.add(key, None)
+            self._order.add_all([key], [None])
         elif key.kind == self._main:
-            self._order.add(key, None if before is None else UnitKey(before, self._main))
+            self._order.add_all([key], [None if before is None else UnitKey(before, self._main)])
             if before is not None:
-                self._revise(self._distances.add(key.hash, before))
-                self._pass_before(key.hash, [other.kind for other in self.beside(key)])
+                self._add_behind(key, before)
         else:
-            self._order.add(key, UnitKey(key.hash, self._main))
+            self._order.add_all([key], [UnitKey(key.hash, self._main)])
             self._put_inside(key)
             self._pass_before(key.hash, [key.kind])
         if self._reaches[key.kind].is_state:
@@ -143,37 +154,44 @@ class Units:
         """The units of other kinds that are of no use without one of full attention."""
         if key.kind != self._main:
             return []
-        kinds = (kind for kind in self._reaches if kind != self._main)
-        return [other for kind in kinds if (other := UnitKey(key.hash, kind)) in self._units]
+        return [other for kind in self._others if (other := UnitKey(key.hash, kind)) in self._units]
 
-    def remove(self, key: UnitKey) -> Unit:
-        """Forget a unit that is here."""
-        self._order.remove(key)
-        self._hit_once[key.kind] -= self._is_hit_once(key)
-        self._inside.pop(key, None)
-        self._states.pop(key, None)
-        if key.kind == self._main:
-            self._revise(self._distances.remove(key.hash))
-        return self._units.pop(key)
+    def remove_all(self, keys: Sequence[UnitKey]) -> list[Unit]:
+        """Forget units that are here."""
+        self._order.remove_all(keys)
+        removed = []
+        for key in keys:
+            unit = self._units.pop(key)
+            removed.append(unit)
+            self._hit_once[key.kind] -= unit.is_hit_once
+            self._inside.pop(key, None)
+            self._states.pop(key, None)
+            if key.kind == self._main and (passed := self._distances.remove(key.hash)):
+                self._revise(passed)
+        return removed
+
+    def _add_behind(self, key: UnitKey, before: bytes) -> None:
+        """Note that a unit of full attention is behind a chunk."""
+        if passed := self._distances.add(key.hash, before):
+            self._revise(passed)
+        if any(self._hit_once.values()):
+            self._pass_before(key.hash, [other.kind for other in self.beside(key)])
 
     def _hit(self, key: UnitKey) -> None:
         unit = self._units[key]
-        self._hit_once[key.kind] -= self._is_hit_once(key)
+        self._hit_once[key.kind] -= unit.is_hit_once
         unit.hits, unit.is_passed = unit.hits + 1, False
-        self._hit_once[key.kind] += self._is_hit_once(key)
+        self._hit_once[key.kind] += unit.is_hit_once
         self._inside.pop(key, None)
-
-    def _is_hit_once(self, key: UnitKey) -> bool:
-        unit = self._units[key]
-        return unit.hits == 1 and not unit.is_passed
 
     def _pass_before(self, chunk: bytes, kinds: Iterable[int]) -> None:
         """Note that there are units of these kinds at a chunk, in the place of the nearest before them."""
         for kind in kinds:
             if self._hit_once[kind]:
                 for key in list(self._nearest_before(UnitKey(chunk, kind))):
-                    self._hit_once[kind] -= self._is_hit_once(key)
-                    self._units[key].is_passed = True
+                    unit = self._units[key]
+                    self._hit_once[kind] -= unit.is_hit_once
+                    unit.is_passed = True
                     self._put_inside(key)
 
     def _nearest_before(self, key: UnitKey) -> Iterator[UnitKey]:
@@ -194,11 +212,12 @@ class Units:
         What is named last goes first: of a window the part that is the first to be of no use.
         """
         found: dict[UnitKey, None] = {}
+        parents, units = self._order.parents, self._units
         for key in keys:
-            path, before = [key], self._order.parent(key)
-            while before is not None and before in self._units and before not in found:
+            path, before = [key], parents.get(key)
+            while before is not None and before in units and before not in found:
                 path.append(before)
-                before = self._order.parent(before)
+                before = parents.get(before)
             found.update(dict.fromkeys(reversed(path)))
         others = [key for key in found if key.kind != self._main]
         return [*(key for key in found if key.kind == self._main), *reversed(others)]
@@ -206,7 +225,7 @@ class Units:
     def _revise(self, chunks: Iterable[bytes]) -> None:
         """Work out again which windows and states of chunks are inside."""
         for chunk in chunks:
-            for kind in self._reaches:
+            for kind in self._others:
                 if (key := UnitKey(chunk, kind)) in self._units:
                     self._put_inside(key)
 

@@ -106,7 +106,8 @@ class StorageManager:
         """Count the leading chunks that some tier has."""
         in_host = self.host.contains(keys)
         lower = self.lower.find(keys, in_host)
-        length = _prefix_length(there or tier is not None for there, tier in zip(in_host, lower, strict=True))
+        there = zip(in_host, lower, strict=True)
+        length = _prefix_length([in_memory or tier is not None for in_memory, tier in there])
         length = min(length, self.most_chunks)
         if not all(in_host[:length]):
             self.lower.follow(keys[:length])  # what was promised is not to go before it is loaded
@@ -133,7 +134,7 @@ class StorageManager:
         pinned = self.host.pin(keys)
         lower = self.lower.find(keys, [in_host or chunk is not None for chunk in pinned], within_s)
         found = [Found(*item) for item in zip(keys, pinned, lower, parents, strict=True)]
-        length = _prefix_length(item.chunk is not None or item.tier is not None for item in found)
+        length = _prefix_length([item.chunk is not None or item.tier is not None for item in found])
         # All chunks of a hold are in host memory at the end: what cannot be there is not promised.
         length = min(length, self.most_chunks)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
@@ -446,7 +447,7 @@ class StorageManager:
     def _note_found(self, found: Sequence[Found], length: int) -> None:
         """Count hits, and misses of each tier that was asked for what comes at the end of the prefix."""
         held = found[:length]
-        in_host = sum(item.chunk is not None for item in held)
+        in_host = sum([item.chunk is not None for item in held])
         self._meter.note_found(in_host, len(found) - in_host)
         asked = len(found) - in_host
         for guard in self.lower.guards:
@@ -459,7 +460,7 @@ class StorageManager:
             known = self.host.contains(keys)
             wanted = [i for i in new if not known[i] and keys[i] not in self._writing]
             wanted = _distinct(keys, wanted)
-            self._writing.update(keys[i] for i in wanted)
+            self._writing.update([keys[i] for i in wanted])
         return wanted
 
     def _unclaim(self, keys: Sequence[ChunkKey]) -> None:
@@ -467,13 +468,8 @@ class StorageManager:
         self._writing.difference_update(keys)
 
 
-def _prefix_length(found: Iterable[bool]) -> int:
-    length = 0
-    for there in found:
-        if not there:
-            break
-        length += 1
-    return length
+def _prefix_length(found: list[bool]) -> int:
+    return found.index(False) if False in found else len(found)
 
 
 def _distinct(keys: Sequence[ChunkKey], positions: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -38,10 +38,6 @@ class PrefixOrder(Generic[Key]):
         if not orphans:
             return iter(self._parents)
         return chain(orphans, (key for key in self._parents if key not in orphans))
-
-    def orphans(self) -> Iterator[Key]:
-        """Those that lack a chunk before them, the next to go first."""
-        return iter(self._orphans)
 
     def is_orphan(self, key: Key) -> bool:
         return key in self._orphans
@@ -83,6 +79,16 @@ class PrefixOrder(Generic[Key]):
             parent = self._parents.get(key)
             if parent is not None and parent not in given:
                 self._move_to_end(self.before(key))
+
+    @property
+    def orphans(self) -> Mapping[Key, None]:
+        """Those that lack a chunk before them, the next to go first."""
+        return self._orphans
+
+    @property
+    def parents(self) -> Mapping[Key, Key | None]:
+        """The chunk before each of all that are here, those used longest ago first."""
+        return self._parents
 
     def parent(self, key: Key) -> Key | None:
         """The chunk before one, if both are known."""

@@ -81,7 +81,7 @@ def test_what_is_inside_and_in_which_order_is_as_by_recursion(reaches, events) -
             units.use([key], as_hit=True)
             slow.use_as_hit(key)
         elif key in slow.there:
-            units.remove(key)
+            units.remove_all([key])
             slow.remove(key)
         else:
             units.add(key, name[:-1] or None)
@@ -97,6 +97,6 @@ def test_a_long_prefix_with_a_wide_window_is_kept_and_evicted() -> None:
         units.add(UnitKey(name, 1), before)
     assert [*units._inside] == [UnitKey(name, 1) for name in names[: 2000 - 1024]]
     for name in reversed(names[1900:]):
-        units.remove(UnitKey(name, 1))
-        units.remove(UnitKey(name, FULL))
+        units.remove_all([UnitKey(name, 1)])
+        units.remove_all([UnitKey(name, FULL)])
     assert [*units._inside] == [UnitKey(name, 1) for name in names[: 1900 - 1024]]

@@ -111,7 +111,7 @@ def test_many_at_a_time_are_as_one_by_one(calls: list[tuple[bool, list[tuple[int
             else:
                 apart.remove(key)
         assert list(together) == list(apart)
-        assert list(together.orphans()) == list(apart.orphans())
+        assert list(together.orphans) == list(apart.orphans)
         for key in range(7):
             assert together.parent(key) == apart.parent(key)
             assert together.has_behind(key) == apart.has_behind(key)

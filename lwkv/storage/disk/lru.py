@@ -104,7 +104,7 @@ class Uses:
         """Take the file that is to go next out of the order: its name and when it was used. None for none."""
         with self._lock:
             latest = self._not_before(now) - COMPLETE_S
-            useless = (name for name in self._order.orphans() if self._uses[name].at <= latest)
+            useless = (name for name in self._order.orphans if self._uses[name].at <= latest)
             others = (
                 name
                 for name in self._order.by_use()
