@@ -209,6 +209,20 @@ class Engine:
         engine.abort_request([f"aborted-{after_steps}"])
         assert not engine.has_unfinished_requests()
 
+    def on_ranks(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Have each worker call a function with itself, in its own process; what it returned, by rank."""
+        return list(self.llm.collective_rpc(function, args=arguments))
+
+    def waiting(self) -> dict[str, int]:
+        """What the scheduler's half of an engine with several groups keeps for requests: none at rest."""
+        scheduler = self.scheduler
+        return {
+            "promises": len(scheduler._promises._promises),
+            "looked up": len(scheduler._lower._asked),
+            "fetches": len(scheduler._lower._waiting._loads),
+            "loads": len(scheduler._to_load),
+        }
+
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until all that was stored is in every tier."""
         return bool(self.worker.engine.flush(timeout_s))
