@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 OLDEST = (0, 32)
 """Before this, vLLM ends where a load fails, or gives a block away twice, with several groups."""
 
+WITHOUT_LAYERS = ("ngram",)
+"""Methods of speculative decoding that were tried: they have no layers, and nothing of theirs is cached."""
+
 
 def can_have_groups(version: str) -> bool:
     """Whether lwkv can be used in this vLLM with several groups of caches."""
@@ -59,10 +62,10 @@ def _of_vllm(vllm_config: Any, has_states: bool) -> Iterator[str]:
             f"speculative decoding, here by {method!r}, cannot be used: a step leaves a state for each token "
             "that it tries, and vLLM does not report which of them it keeps"
         )
-    elif drafts is not None:
+    elif drafts is not None and method not in WITHOUT_LAYERS:
         yield (
             f"speculative decoding, here by {method!r}, cannot be used: a draft model computes when "
-            "a step's stores have been queued, and other methods were not tried"
+            "a step's stores have been queued, and of other methods only 'ngram' was tried"
         )
     if (stages := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) > 1:
         yield f"pipeline_parallel_size: got {stages}, which was not tried; set it to 1"

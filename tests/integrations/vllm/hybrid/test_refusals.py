@@ -57,6 +57,10 @@ def test_features_of_vllm_that_were_not_tried_are_named(more: dict[str, Any], te
         refuse(Settings(), vllm_config(**more))
 
 
+def test_drafts_out_of_the_prompt_have_no_layers_and_are_not_refused() -> None:
+    refuse(Settings(), vllm_config(speculative_config=SimpleNamespace(method="ngram")))
+
+
 def test_speculative_decoding_beside_states_is_refused_with_its_own_reason() -> None:
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
     with pytest.raises(ConfigError, match=r"a state for each token that it tries[\s\S]*leave lwkv out"):

@@ -402,6 +402,22 @@ def test_generated_tokens_are_stored_if_that_is_wanted(clock: Clock, save_decode
     assert ends == ([8, 16, 24] if save_decodes else [8])
 
 
+@pytest.mark.parametrize("accepted", range(5))
+def test_drafts_are_not_stored_before_they_are_accepted(clock: Clock, accepted: int) -> None:
+    side, _ = make(clock, save_decodes=True)
+    request = Request("a", list(range(13)))
+    side.num_new_matched_tokens(request, 0)
+    side.allocated(request, tables(13), 0)
+    side.orders(output({"a": (0, 13)}))
+    request.all_token_ids.append(100)
+    # The chunk of tokens 8 to 15 ends with the second of four drafts, whichever of them are right.
+    drafts = side.orders(output({"a": (13, 1 + 4)}))
+    request.all_token_ids += range(101, 101 + accepted + 1)
+    later = side.orders(output({"a": (14 + accepted, 1 + 4)}))
+    ends = [[store.end for store in orders.stores] for orders in (drafts, later)]
+    assert ends == [[], [16] if 14 + accepted + 1 >= 16 else []]
+
+
 def test_nothing_is_found_after_a_reset(clock: Clock) -> None:
     side, ranks = make(clock)
     compute(side, ranks, Request("a", prompt(1, 37)))
