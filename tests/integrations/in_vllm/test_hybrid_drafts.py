@@ -57,7 +57,11 @@ def test_turns_of_conversations_with_drafts_out_of_the_prompt(gemma: Path, decod
 
 
 def test_a_draft_model_is_refused_by_name(gemma: Path, tmp_path: Path) -> None:
-    eagle = models.written(models.write_eagle, tmp_path, gemma)
+    llama, eagle = tmp_path / "llama", tmp_path / "eagle"
+    for folder in (llama, eagle):
+        folder.mkdir()
+    models.written(models.write_llama, llama)
+    models.written(models.write_eagle, eagle, llama)
     drafts = {"method": "eagle", "model": str(eagle), "num_speculative_tokens": 2}
     with (
         pytest.raises(ConfigError, match="'eagle', cannot be used"),

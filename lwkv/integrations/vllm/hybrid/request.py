@@ -23,6 +23,8 @@ class HybridRequest:
         load: tokens [local, boundary) that are to be loaded in the step that is planned; None for none.
         tables: its blocks when it got them, of each group.
         handled: leading tokens whose chunks were ordered to be stored in this run.
+        known: tokens that are known of those that this run has computed; fewer than these by drafts, and by
+            what is still being sampled. 0 before its first step.
         parted_at: tokens up to which all of full attention was found when it was asked last: where prompts
             part, others may go on as well.
         failed: how often chunks that were found could not be pinned, or loaded, one time after the other.
@@ -33,6 +35,7 @@ class HybridRequest:
     hashes: PromptHashes
     load: tuple[int, int] | None = None
     handled: int = 0
+    known: int = 0
     parted_at: int = 0
     failed: int = 0
     state_at: int = 0
@@ -50,13 +53,18 @@ class HybridRequest:
 
     def begin(self) -> None:
         """Begin to run: what was ordered in an earlier run may be gone."""
-        self.load, self.tables, self.handled, self.state_at = None, (), 0, 0
+        self.load, self.tables, self.handled, self.known, self.state_at = None, (), 0, 0, 0
 
     def end_of_stores(self, decodes_too: bool) -> int:
         """Tokens of which chunks are stored: those of the prompt, or all that are known."""
         request = self.request
         known = int(request.num_tokens)
         return known if decodes_too else min(known, int(request.num_prompt_tokens))
+
+    def learn_known(self, computed: int, known: int) -> int:
+        """Of a step's `computed` tokens before it, those that were known in the step before; note `known`."""
+        before, self.known = min(computed, self.known or computed), known
+        return before
 
     def boundaries(self, computed: int, end: int, most_looked_back: int) -> frozenset[int]:
         """Where others may go on, of the multiples of the chunk size from `computed` to `end`.

@@ -306,9 +306,12 @@ class HybridScheduler:
         self, output: Any, tracked: HybridRequest, computed: int, scheduled: int
     ) -> Iterator[StoreOrder]:
         request_id, limit = tracked.request.request_id, tracked.end_of_stores(self._save_decodes)
-        end = min(computed + scheduled, limit) // self._size * self._size
+        known = min(computed + scheduled, limit)
+        # A chunk may end with a draft: that it was right is learnt when tokens behind it have been computed.
+        since, end = tracked.learn_known(computed, known), known // self._size * self._size
         if end > tracked.handled and self._chain:
-            boundaries = self._boundaries(tracked, computed, end, end == computed + scheduled)
+            first = computed if self._groups.has_states else since
+            boundaries = self._boundaries(tracked, first, end, end == computed + scheduled)
             hashes, tables = tracked.hashes.of(self._chain, end), self._blocks(output, request_id)
             yield StoreOrder(Hashes.of(hashes), tracked.handled, end, boundaries, tables)
             tracked.handled = end

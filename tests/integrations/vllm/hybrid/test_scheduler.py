@@ -416,6 +416,7 @@ def test_drafts_are_not_stored_before_they_are_accepted(clock: Clock, accepted: 
     later = side.orders(output({"a": (14 + accepted, 1 + 4)}))
     ends = [[store.end for store in orders.stores] for orders in (drafts, later)]
     assert ends == [[], [16] if 14 + accepted + 1 >= 16 else []]
+    assert all(store.boundaries == {16} for store in later.stores)
 
 
 def test_nothing_is_found_after_a_reset(clock: Clock) -> None:
