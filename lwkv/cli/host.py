@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     num_bytes = _whole_bytes(args.size)
     if args.threads < 1:
         raise ConfigError(f"--threads: got {args.threads}; allowed: 1 or more")
-    address = Address(args.socket)
+    # What the log line says is what engines are to have, wherever they run.
+    path = os.path.abspath(args.socket)
+    address = Address(path)
     try:
         begun = time.monotonic()
         descriptor = make_memory(num_bytes, args.huge_pages)
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         log.info(
             "%s of host memory at %s, taken in %.1f s, %s of it in huge pages%s",
             gib(num_bytes),
-            args.socket,
+            path,
             time.monotonic() - begun,
             gib(filled.huge_bytes),
             f", {on_nodes(filled.by_node)}" if filled.by_node else "",

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from os import PathLike, fspath
-from os.path import expanduser
+from os.path import expanduser, isabs
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -81,6 +81,14 @@ def _disk_path(value: object) -> object:
     return path
 
 
+def _socket_path(value: object) -> object:
+    path = _disk_path(value)
+    # Each process would look for it in its own working directory, and the owner in another one.
+    if isinstance(path, str) and not isabs(path):
+        raise WrongAddressError("it is relative, and processes have working directories of their own")
+    return path
+
+
 def _remote_url(value: object) -> object:
     if _is_off(value):
         return None
@@ -146,8 +154,8 @@ DiskPath = Annotated[
 ]
 SocketPath = Annotated[
     Annotated[str, Field(strict=True, max_length=107)] | None,
-    BeforeValidator(_disk_path),
-    Allowed("text", "null, or a path of at most 107 characters such as /run/lwkv/host.sock"),
+    BeforeValidator(_socket_path),
+    Allowed("text", "null, or an absolute path of at most 107 characters such as /run/lwkv/host.sock"),
 ]
 RemoteURL = Annotated[
     _Text | None,

@@ -104,6 +104,7 @@ ARGUMENTS = [
     wrong({"local_disk": "s3://bucket"}, "local_disk", "'s3://bucket'", "a URL and no path"),
     wrong({"local_disk": ""}, "local_disk", "''", "it names no path"),
     wrong({"host_memory": "tcp://h:1"}, "host_memory", "'tcp://h:1'", "a URL and no path", "lwkv/host.sock"),
+    wrong({"host_memory": "lwkv/host.sock"}, "host_memory", "'lwkv/host.sock'", "it is relative", "absolute"),
     wrong({"host_memory_timeout_s": 1}, "host_memory_timeout_s", "1", "write extra_config: {host_memory_"),
     # what does not go together
     wrong(
