@@ -20,6 +20,7 @@ from lwkv.shared_host.memfd import make_memory
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.index import NodeIndex
 from lwkv.shared_host.owner.server import Memory, Server
+from lwkv.storage.host_tier import HostChunks
 from lwkv.telemetry.counters import Counters
 
 LONG_S = 30.0
@@ -89,7 +90,7 @@ class WatchedPool(NodePool):
 
 
 class WatchedTier(NodeTier):
-    """Looks into the owner where HostTier looks into itself, and has it evict."""
+    """Looks into the owner where HostTier looks into itself; it evicts nothing, as any client."""
 
     def __init__(self, pool: WatchedPool) -> None:
         super().__init__(pool)
@@ -104,21 +105,26 @@ class WatchedTier(NodeTier):
         self.pool.settle()
         return self.pool.index.tier.evicted
 
-    def evictable(self) -> int:
-        self.pool.settle()
-        return self.pool.index.tier.evictable()
 
-    def evict(self, num_pages: int) -> bool:
-        """Take all that is free and `num_pages` more, for which the owner evicts."""
-        self.pool.settle()
-        free = self.pool.index.pages.num_pages - self.pool.index.state().pages_in_use
-        if not num_pages:
-            return True
-        pages = self.pool.allocate(free + num_pages)
-        if pages is not None:
-            self.pool.release(pages)
-        self.pool.settle()
-        return pages is not None
+def evictable(host: HostChunks) -> int:
+    """How many pages `evict` could free."""
+    if not isinstance(host, WatchedTier):
+        return host.evictable()
+    host.pool.settle()
+    return host.pool.index.tier.evictable()
+
+
+def evict(host: HostChunks, num_pages: int) -> bool:
+    """Have so many pages freed; by an owner, of whom all that is free is taken, and as many more."""
+    if not isinstance(host, WatchedTier) or not num_pages:
+        return host.evict(num_pages)
+    pool = host.pool
+    pool.settle()
+    pages = pool.allocate(pool.index.pages.num_pages - pool.index.state().pages_in_use + num_pages)
+    if pages is not None:
+        pool.release(pages)
+    pool.settle()
+    return pages is not None
 
 
 @contextmanager

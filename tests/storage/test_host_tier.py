@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from shared_host.owners import owner_at, watched_node
+from shared_host.owners import evict, evictable, owner_at, watched_node
 from storage.rig import PAGE_BYTES, key, keys
 
 from lwkv.keys import ChunkKey
@@ -95,15 +95,15 @@ def test_a_chunk_is_there_with_all_its_pages_after_insert_and_gone_with_all_afte
     insert(host, pool, 1, 2)
     assert host.contains(keys(0, 1, 2)) == [False, True, True]
     assert (len(host), pool.references) == (2, 4)
-    assert host.evict(1)
+    assert evict(host, 1)
     assert (len(host), pool.references, host.evicted) == (1, 2, 1)
 
 
 def test_chunks_deep_in_a_prefix_go_first(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1, 2, 3)
-    assert host.evict(1)
+    assert evict(host, 1)
     assert here(host, 1, 2, 3) == [1, 2]
-    assert host.evict(1)
+    assert evict(host, 1)
     assert here(host, 1, 2, 3) == [1]
 
 
@@ -114,7 +114,7 @@ def test_the_least_recently_pinned_go_first(host: HostChunks, pool: HostPool) ->
     order = []
     while len(host):
         before = here(host, 1, 2, 3)
-        assert host.evict(1)
+        assert evict(host, 1)
         order += sorted(set(before) - set(here(host, 1, 2, 3)))
     assert order == [3, 2, 1]
 
@@ -131,14 +131,14 @@ def test_what_is_found_is_neither_pinned_nor_used(own_host: HostTier, own_pool: 
 def test_eviction_frees_what_is_asked_or_nothing(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1, 2, 3)
     [pinned] = host.pin(keys(3))
-    assert not host.evict(5)
+    assert not evict(host, 5)
     assert here(host, 1, 2, 3) == [1, 2, 3]
-    assert host.evict(3)
+    assert evict(host, 3)
     assert here(host, 1, 2, 3) == [3]
-    assert not host.evict(1)
+    assert not evict(host, 1)
     assert pinned is not None
     host.unpin([pinned])
-    assert host.evict(2)
+    assert evict(host, 2)
     assert (len(host), pool.references, host.evicted) == (0, 0, 3)
 
 
@@ -148,11 +148,11 @@ def test_what_can_be_evicted_is_what_is_neither_pinned_nor_read_elsewhere(
     insert(host, pool, 1, 2, 3)
     second = read_elsewhere(host, pool, 2)
     pinned = host.pin(keys(3))
-    assert host.evictable() == NUM_LAYERS
-    assert not host.evict(NUM_LAYERS + 1)
+    assert evictable(host) == NUM_LAYERS
+    assert not evict(host, NUM_LAYERS + 1)
     pool.release(second.pages)
     host.unpin([chunk for chunk in pinned if chunk])
-    assert host.evictable() == 3 * NUM_LAYERS
+    assert evictable(host) == 3 * NUM_LAYERS
 
 
 def test_a_chunk_that_is_pinned_at_the_close_goes_with_its_last_pin(
@@ -187,14 +187,14 @@ class Diary:
 def test_a_watcher_is_told_what_comes_and_what_is_evicted_in_order(host: HostChunks, pool: HostPool) -> None:
     host.watcher = diary = Diary()
     insert(host, pool, 1, 2)
-    assert host.evict(1)
+    assert evict(host, 1)
     insert(host, pool, 2)
     assert diary.lines == [("kept", keys(1, 2)), ("dropped", keys(2)), ("kept", keys(2))]
 
 
 def test_nothing_is_evicted_for_no_page(host: HostChunks, pool: HostPool) -> None:
     insert(host, pool, 1)
-    assert host.evict(0)
+    assert evict(host, 0)
     assert len(host) == 1
 
 
@@ -204,11 +204,11 @@ def test_a_chunk_that_is_being_read_elsewhere_stays_since_its_pages_would_not_be
     insert(host, pool, 1, 2)
     first = read_elsewhere(host, pool, 1)
     pool.release(first.pages[:1])
-    assert not host.evict(3)
-    assert host.evict(2)
+    assert not evict(host, 3)
+    assert evict(host, 2)
     assert here(host, 1, 2) == [1]
     pool.release(first.pages[1:])
-    assert host.evict(2)
+    assert evict(host, 2)
     assert pool.references == 0
 
 
@@ -220,10 +220,10 @@ def test_a_chunk_pinned_twice_is_kept_until_it_is_unpinned_twice(host: HostChunk
     assert second is not None
     assert host.pins == 2
     host.unpin([first])
-    assert not host.evict(1)
+    assert not evict(host, 1)
     host.unpin([second])
     assert host.pins == 0
-    assert host.evict(1)
+    assert evict(host, 1)
 
 
 def test_pin_finds_what_is_there_in_the_order_asked(host: HostChunks, pool: HostPool) -> None:
@@ -370,7 +370,7 @@ class HostTierMachine(RuleBasedStateMachine):
         orphans = [number for number in free if self.is_orphan(number)]
         others = [number for number in free if number not in orphans]
         enough = len(free) * NUM_LAYERS >= num_pages
-        assert self.host.evict(num_pages) is enough
+        assert evict(self.host, num_pages) is enough
         if not enough:
             return
         gone = {entry[0] for entry in self.model} - set(here(self.host, *PARENTS))
@@ -496,7 +496,7 @@ class TestPinPrefix:
         insert(host, pool, 1, 2)
         insert(host, pool, 5)
         host.unpin(host.pin_prefix(keys(1, 2)))
-        assert host.evict(1)
+        assert evict(host, 1)
         assert here(host, 1, 2, 5) == [1, 5]
 
     def test_there_are_none_after_close(self, host: HostChunks, pool: HostPool) -> None:
