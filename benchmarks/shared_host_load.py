@@ -22,6 +22,7 @@ import torch
 from lwkv.benchmarks.measuring.idle_owner import timed_pin
 from lwkv.benchmarks.measuring.measured_engine import MeasuredEngine, Slots
 from lwkv.benchmarks.measuring.owner import owner_of
+from lwkv.benchmarks.measuring.scheduled_loads import ScheduledLoads
 from lwkv.benchmarks.measuring.shapes import SHAPES
 from lwkv.benchmarks.measuring.timing import alternate_ms
 from lwkv.pipeline.pinned_load import PinnedChunks, PinnedLoad
@@ -30,7 +31,7 @@ from lwkv.pool.host_pool import PAGE_ALIGNMENT
 from lwkv.shared_host.mapping import HUGE_LINES
 
 GATE = 0.98
-"""The least that the speed from a node's memory may be of that from own memory."""
+"""The least that the speed of vLLM's loads from a node's memory may be of that from own memory."""
 
 OWN, NODE = "own", "node"
 
@@ -65,14 +66,16 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
             for kind, results in found.items():
                 results += _together(args, kind, path)
     speed = {kind: statistics.median(run["load_gb_s"] for run in runs) for kind, runs in found.items()}
-    ratio = speed[NODE] / speed[OWN]
+    in_vllm = {kind: statistics.median(run["vllm_load_ms"] for run in runs) for kind, runs in found.items()}
+    ratio = in_vllm[OWN] / in_vllm[NODE]
     right = all(run["bytes_are_right"] for runs in found.values() for run in runs)
     return {
         "gib": args.gib,
         "devices": args.devices,
         "owner_ready_s": owner_s,
         "load_gb_s": speed,
-        "ratio": ratio,
+        "ratio": speed[NODE] / speed[OWN],
+        "vllm_ratio": ratio,
         "gate": GATE,
         "passed": right and ratio >= GATE,
         **{
@@ -81,6 +84,8 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
                 "start_s",
                 "locked_s",
                 "pinned_load_ms",
+                "vllm_load_ms",
+                "promise_ms",
                 "pin_ms",
                 "announced_pin_ms",
                 "huge_page_share",
@@ -157,6 +162,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         right = measured.places_agree()
         pinned = _pinned_load_ms(measured, tokens, args.repeats)
         right = right and measured.places_agree()
+        in_vllm, promise = _vllm_load_ms(measured, tokens, args.repeats, settings.get("host_memory", ""))
+        right = right and measured.places_agree()
         moved = shape.num_layers * args.tokens * shape.token_bytes
         median = statistics.median(times)
         return {
@@ -166,6 +173,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "load_ms": median,
             "load_gb_s": moved / median / 1e6,
             "pinned_load_ms": pinned,
+            "vllm_load_ms": in_vllm,
+            "promise_ms": promise,
             "pin_ms": _pin_ms(measured, tokens, args.repeats),
             "announced_pin_ms": _pin_ms(measured, tokens, args.repeats, announces=True),
             "huge_page_share": _huge_page_share(),
@@ -193,6 +202,19 @@ def _pinned_load_ms(measured: MeasuredEngine, tokens: Slots, repeats: int) -> fl
     [times] = alternate_ms(measured.platform, measured.device, [load], repeats, pin)
     measured.flush()
     return statistics.median(times)
+
+
+def _vllm_load_ms(
+    measured: MeasuredEngine, tokens: Slots, repeats: int, socket: str
+) -> tuple[float, float | None]:
+    """A load as in a step of vLLM; and the look-up before it that promises, None with own memory."""
+    loads = ScheduledLoads(measured, tokens, socket)
+    try:
+        [times] = alternate_ms(measured.platform, measured.device, [loads.load], repeats, loads.prepare)
+        measured.flush()
+    finally:
+        loads.close()
+    return statistics.median(times), statistics.median(loads.promise_ms) if socket else None
 
 
 def _pin_ms(measured: MeasuredEngine, tokens: Slots, repeats: int, announces: bool = False) -> float:

@@ -35,7 +35,7 @@ from lwkv.pool.memory_limits import check_memory
 from lwkv.request import AnyRequest, Request, check_loads, check_stores
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.shared_host.numa import node_of
-from lwkv.storage import StorageManager, Tier, TierSetup
+from lwkv.storage import Chunk, StorageManager, Tier, TierSetup
 from lwkv.storage.host_tier import HostChunks
 from lwkv.storage.registry import open_tiers
 from lwkv.telemetry.counters import Counters
@@ -240,16 +240,24 @@ class CacheEngine:
         return store_steps(self.storing(requests, sync))
 
     def retrieval(
-        self, requests: Sequence[AnyRequest], sync: bool = True, within_s: float = float("inf")
+        self,
+        requests: Sequence[AnyRequest],
+        sync: bool = True,
+        within_s: float = float("inf"),
+        pinned: Sequence[Sequence[Chunk | None] | None] = (),
     ) -> BatchRetrieval:
         """What `retrieve_batch` goes through step by step, for callers that go from layer to layer.
 
         Args:
             within_s: seconds after which lower tiers are not waited for any more.
+            pinned: for each request its chunks in host memory, from that of its first token that is asked for
+                on, if the caller has pinned them, and noted that the prompt is used; None for one of which it
+                has not. They are the batch's where this does not raise.
         """
-        self._storage.host.announce()
+        if not pinned or None in pinned:
+            self._storage.host.announce()
         checked = check_loads(requests, *self._limits())
-        return BatchRetrieval(checked, self._parts, sync, within_s=within_s)
+        return BatchRetrieval(checked, self._parts, sync, within_s=within_s, pinned=pinned)
 
     def storing(self, requests: Sequence[AnyRequest], sync: bool = True) -> BatchStoring:
         """What `store_batch` goes through step by step, for callers that go from layer to layer."""

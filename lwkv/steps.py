@@ -14,6 +14,7 @@ from lwkv.pipeline.device_failures import DeviceFailuresTo
 from lwkv.pipeline.retrieval import BatchRetrieval
 from lwkv.pipeline.store import BatchStoring
 from lwkv.request import AnyRequest, as_requests
+from lwkv.storage import Chunk
 from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class LayerSteps:
         loads: Sequence[AnyRequest],
         stores: Sequence[AnyRequest],
         load_within_s: float = float("inf"),
+        pinned: Sequence[Sequence[Chunk | None] | None] = (),
     ) -> None:
         """Announce a step: what is to be loaded before its layers compute, what to be stored after.
 
@@ -78,10 +80,11 @@ class LayerSteps:
         Args:
             load_within_s: seconds after which lower tiers are not waited for any more; what has not come is
                 not loaded.
+            pinned: of the loads, as for `CacheEngine.retrieval`; the step's where this does not raise.
         """
         loads, stores = as_requests(loads), as_requests(stores)
-        load = self._engine.retrieval(loads, self._layerwise, load_within_s) if loads else None
         store = self._engine.storing(stores) if stores else None
+        load = self._engine.retrieval(loads, self._layerwise, load_within_s, pinned) if loads else None
         for unfinished in (self._load, self._store):
             if unfinished is not None:
                 unfinished.close()

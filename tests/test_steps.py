@@ -574,7 +574,7 @@ def test_a_batch_that_breaks_is_ended_and_the_hooks_go_on_without_it(
 ) -> None:
     """What fails there is absorbed below; should something get through, the model still goes on."""
     broken = [Broken(left), Broken(min(left, LAYERS))]
-    monkeypatch.setattr(run.engine, "retrieval", lambda loads, sync, within_s: broken[0])
+    monkeypatch.setattr(run.engine, "retrieval", lambda loads, sync, within_s, pinned: broken[0])
     monkeypatch.setattr(run.engine, "storing", lambda stores: broken[1])
     run.steps.begin(run.loads, run.stores)
     run.steps.start_load_kv()

@@ -17,7 +17,7 @@ from lwkv.pipeline.context import BatchContext
 from lwkv.pipeline.device_failures import DeviceFailuresTo
 from lwkv.pipeline.tier_pages import Flags, TierPages
 from lwkv.platforms.protocol import Event, Int64s
-from lwkv.storage import Hold, Missing
+from lwkv.storage import Chunk, Hold, Missing
 from lwkv.transfer import NO_SLOT, CheckedRequest, Transfer
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class BatchRetrieval:
         in_host: numbers of requests of which only what is in host memory is loaded.
         within_s: seconds from the beginning of the look-up; then lower tiers are not waited for any more,
             even if the look-up's or a layer's own time is not over.
+        pinned: for each request what `StorageManager.hold` takes as such; the batch's from here on.
 
     Attributes:
         is_open: whether `open` was called.
@@ -68,6 +69,7 @@ class BatchRetrieval:
         begin_load: BeginLoad | None = None,
         in_host: Collection[int] = (),
         within_s: float = float("inf"),
+        pinned: Sequence[Sequence[Chunk | None] | None] = (),
     ) -> None:
         self.num_layers = context.connector.num_layers
         self.reached = -1
@@ -79,6 +81,9 @@ class BatchRetrieval:
         self._begin_load = begin_load
         self._in_host = in_host
         self._within_s = within_s
+        self._pinned = list(pinned) or [None] * len(requests)
+        if any(self._pinned):
+            context.completions.expect(self)
         self._held: list[HeldRequest] = []
         self._moved: list[int] | None = None
         self._load: Load | None = None
@@ -92,7 +97,8 @@ class BatchRetrieval:
         if self._moved is None:
             until = self._context.clock() + self._within_s
             for number, request in enumerate(self._requests):
-                self._held.append(self._hold(request, number in self._in_host, until))
+                pinned, self._pinned[number] = self._pinned[number], None
+                self._held.append(self._hold(request, number in self._in_host, until, pinned))
             if self._holds_any():
                 self._context.completions.expect(self)
             self._tier_pages = TierPages(self._context, [held.hold for held in self._held], until)
@@ -194,7 +200,7 @@ class BatchRetrieval:
         except DEVICE_FAILURES as error:
             failure = error
         finally:
-            if self._holds_any():
+            if self._holds_any() or any(self._pinned):
                 self._context.completions.submit(partial(self._end, failure), self)
 
     def _end(self, failure: BaseException | None) -> None:
@@ -205,16 +211,29 @@ class BatchRetrieval:
         finally:
             for held in self._held:
                 held.hold.release()
+            self._unpin()
         if failure is not None:
             raise failure
+
+    def _unpin(self) -> None:
+        """Give back what was pinned for requests that were not held."""
+        pinned, self._pinned = self._pinned, []
+        chunks = [chunk for some in pinned if some is not None for chunk in some if chunk is not None]
+        self._context.storage.host.unpin(chunks)
 
     def _holds_any(self) -> bool:
         return any(held.hold.found for held in self._held)
 
-    def _hold(self, request: CheckedRequest, in_host: bool, until: float) -> HeldRequest:
+    def _hold(
+        self,
+        request: CheckedRequest,
+        in_host: bool,
+        until: float,
+        pinned: Sequence[Chunk | None] | None,
+    ) -> HeldRequest:
         first, context = request.first // request.chunk_size, self._context
         within_s = max(0.0, until - context.clock())
-        hold = context.storage.hold(context.keys_of(request), first, in_host, within_s)
+        hold = context.storage.hold(context.keys_of(request), first, in_host, within_s, pinned=pinned)
         transfer = request.loads(first, first + len(hold.found))
         return HeldRequest(request, first * request.chunk_size, hold, transfer)
 

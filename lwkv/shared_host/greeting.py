@@ -21,12 +21,14 @@ class Hello:
         page_stride: bytes from a page to the next; 0 for one that only asks what is there.
         version, page_format: of the messages, and of keys and pages.
         node: the NUMA node whose memory it is to have first; below 0 for none.
+        name: by which others promise it chunks, the same at every owner; empty for a client without pages.
     """
 
     page_stride: int
     version: int = VERSION
     page_format: int = FORMAT_VERSION
     node: int = UNKNOWN
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Welcome:
         num_bytes: of the memory whose descriptor comes with this; 0 for a client that only asks.
         num_pages: of the client's size that can be in it, `span` in each slab and fewer in the last.
         slab_bytes: from a slab to the next. The owner says which of the pages are the client's.
+        client: a number that no other client of this owner has, or had.
     """
 
     owner: str
@@ -45,6 +48,7 @@ class Welcome:
     num_pages: int = 0
     span: int = 1
     slab_bytes: int = 0
+    client: int = 0
 
 
 def write(greeting: Hello | Welcome) -> bytes:
@@ -73,4 +77,6 @@ def why_not(hello: Hello) -> str | None:
     stride = hello.page_stride
     if type(stride) is not int or stride < 0 or stride % 4096:
         return f"got page_stride={stride!r}; allowed: 0, or a multiple of 4096"
+    if type(hello.name) is not str:
+        return f"got name={hello.name!r}; allowed: text"
     return None

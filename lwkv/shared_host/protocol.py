@@ -19,7 +19,7 @@ from lwkv.errors import LwkvError
 from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.platforms.protocol import Int64s
 
-VERSION = 3
+VERSION = 4
 """Goes up when messages change: owner and clients of different versions do not talk."""
 
 MOST_BYTES = 64 << 20
@@ -33,6 +33,9 @@ MOST_PAGES = 1 << 19
 
 MOST_KEYS = 1 << 18
 """That one message to the owner names. Chunks behind these are not found."""
+
+MOST_TAKERS = 60
+"""Clients that one promise is for: a message has up to 255 parts."""
 
 FIRST_BYTES = 4096
 """Of the first message to an owner, from somebody it does not know."""
@@ -83,6 +86,18 @@ class Op(IntEnum):
     """Note: nobody of this client reads or writes a page any more."""
     SOON = 14
     """Note: a request comes at once. The owner stays awake for it for AWAKE_S at most."""
+    USABLE = 15
+    """Note: the end of the pages that the client can use. What is promised to it is below."""
+    PROMISE = 16
+    """Of a client without pages: a chunk's number, then names of clients, each with the keys of all chunks of
+    a prompt. The chunks from that number on that are there have one hold more of each of these clients, and
+    all of the prompt count as used. The reply has the promise's number and those of the clients, below 0 for
+    one that is not there; then for each of the others a byte for each key as HAS, and what PIN says of those
+    from that number on."""
+    GIVE = 17
+    """Note of the client that was promised: the promise's number, and those of its chunks [first, end), as
+    counted from its first, that the clients use from now on as if each had pinned them itself. The holds of
+    its other chunks end. Promises that are not given end with the connection."""
 
 
 class Message(NamedTuple):

@@ -120,6 +120,7 @@ class StorageManager:
         in_host: bool = False,
         within_s: float = float("inf"),
         is_noted: bool = False,
+        pinned: Sequence[Chunk | None] | None = None,
     ) -> Hold:
         """Pin the longest cached prefix of `keys` from chunk `first` on until `Hold.release`.
 
@@ -128,10 +129,13 @@ class StorageManager:
             in_host: take what is in host memory only: no tier below is asked, nor waited for.
             within_s: seconds after which no tier below is waited for, if that is before the end of its time.
             is_noted: whether `note_use` was called for the prompt.
+            pinned: what is in host memory of the chunks from `first` on, where the caller has pinned it and
+                used the prompt; the hold's from here on. None to look for it.
         """
         prompt, parents = keys, parents_of(keys)[first:]
         keys = keys[first:]
-        pinned = self.host.pin(keys)
+        is_used = is_noted or pinned is not None
+        pinned = self.host.pin(keys) if pinned is None else pinned
         lower = self.lower.find(keys, [in_host or chunk is not None for chunk in pinned], within_s)
         found = [Found(*item) for item in zip(keys, pinned, lower, parents, strict=True)]
         length = _prefix_length([item.chunk is not None or item.tier is not None for item in found])
@@ -139,7 +143,7 @@ class StorageManager:
         length = min(length, self.most_chunks)
         self.host.unpin([item.chunk for item in found[length:] if item.chunk is not None])
         self._note_found(found, length)
-        if not is_noted:
+        if not is_used:
             self.host.use(prompt[:first])
         prompt = prompt[: first + length]
         if not is_noted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -24,6 +25,8 @@ from shared_host.workers import (
     die_at_reply,
     freeze,
     kill,
+    load_promised,
+    promise_to,
     prompt,
     put,
     run_owner,
@@ -92,6 +95,31 @@ def test_clients_that_are_killed_at_any_time_spoil_nothing_for_the_others(path: 
             process.join(120)
             assert process.exitcode == 0
         wait_for(lambda: is_at_rest(path))
+
+
+def test_schedulers_and_workers_that_are_killed_at_any_time_spoil_nothing_that_was_given(
+    path: Path, kills: int
+) -> None:
+    chosen = random.Random(12)
+    with owner_at(path, PAGES):
+        others = [start(serve_requests, path, seed, 1_000_000, LONG_S) for seed in range(2)]
+        for seed in range(kills):
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            worker = start(load_promised, path, ends[0], seed)
+            scheduler = start(promise_to, path, ends[1], seed)
+            for end in ends:
+                end.close()
+            first, second = chosen.choice([(worker, scheduler), (scheduler, worker)])
+            first.join(chosen.uniform(0.05, 0.5))
+            assert first.is_alive(), "no byte is wrong, and all that was given is there"
+            kill(first)
+            second.join(chosen.uniform(0, 0.1))
+            kill(second)
+            assert second.exitcode in (0, -9)
+        for process in others:
+            assert process.is_alive()
+            kill(process)
+        wait_for(lambda: is_at_rest(path) and not status(path)["chunks_promised"])
 
 
 def end_well(progress: Progress, clients: Sequence[BaseProcess], owner: BaseProcess, path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shared_host.owners import OwnerThread, session_at
+from shared_host.owners import LONG_S, OwnerThread, session_at
 from storage.rig import key, keys
 
 from lwkv.platforms.cpu import CPU
 from lwkv.shared_host.client.connection import Connection
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.shared_host.client.pool import NodePool
+from lwkv.shared_host.client.promises import OwnerPromises
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.owner.peer import Peer
 from lwkv.shared_host.protocol import Op, pack
@@ -172,6 +175,49 @@ def serve_requests(
         if len(missing) in range(1, LENGTH):
             put(pool, tier, numbers, missing)
     pool.close()
+
+
+def load_promised(path: Path, line: socket.socket, others: int) -> None:
+    """Say under which name chunks can be promised, then load what comes, until nobody is at the other end.
+
+    Raises for a wrong byte, and for what cannot be taken over.
+    """
+    pool, tier = open_node_memory(str(path), CPU(), PAGE_BYTES, LONG_S, Counters())
+    random = np.random.default_rng(others)
+    line.send(tier.name.encode())
+    while data := line.recv(1 << 16):
+        numbers = prompt(int(random.integers(PROMPTS)))
+        if missing := check(pool, tier, numbers):
+            put(pool, tier, numbers, missing)
+        number, promised = pickle.loads(data)
+        chunks = tier.take_over(promised)
+        assert chunks is not None
+        for _ in range(2):
+            for name, chunk in zip(prompt(number), chunks, strict=True):
+                assert chunk is None or wrong_pages(pool, name, chunk) == []
+            time.sleep(0.0005)
+        tier.unpin([chunk for chunk in chunks if chunk is not None])
+
+
+def promise_to(path: Path, line: socket.socket, seed: int) -> None:
+    """Look prompts up, one after the other, for whoever is at the other end, and give most of them.
+
+    Ends where nobody is there any more.
+    """
+    owner, random = OwnerPromises(str(path), LONG_S), np.random.default_rng(seed)
+    name = line.recv(100).decode()
+    while True:
+        number = int(random.integers(PROMPTS))
+        promise = owner.promise(0, [(name, keys(*prompt(number)))])
+        assert promise is not None
+        (promised,) = promise.promised
+        if random.random() < 0.3 or promised is None:
+            owner.give(promise, 0, 0)
+        elif owner.give(promise, 0, LENGTH):
+            try:
+                line.send(pickle.dumps((number, promised)))
+            except ConnectionError:
+                return
 
 
 def die_at_message(path: Path, seed: int, number: int) -> None:

@@ -8,6 +8,7 @@ from lwkv.engine import CacheEngine
 from lwkv.reference import PagedCache
 from lwkv.request import AnyRequest, Request
 from lwkv.steps import LayerSteps
+from lwkv.storage import Chunk
 from lwkv.transfer import NO_SLOT
 
 
@@ -29,8 +30,9 @@ class SpoiledLoads(LayerSteps):
         loads: Sequence[AnyRequest],
         stores: Sequence[AnyRequest],
         load_within_s: float = float("inf"),
+        pinned: Sequence[Sequence[Chunk | None] | None] = (),
     ) -> None:
-        super().begin(loads, stores, load_within_s)
+        super().begin(loads, stores, load_within_s, pinned)
         self._blocks = [self._last_block(load) for load in loads if isinstance(load, Request)]
 
     def wait_for_layer_load(self, layer: str | int) -> None:

@@ -48,6 +48,7 @@ from lwkv.integrations.vllm.worker.caches import Rank, describe, draft_layers, o
 from lwkv.integrations.vllm.worker.forward_pass import calls_hooks
 from lwkv.integrations.vllm.worker.side import WorkerSide
 from lwkv.platforms import platform_for
+from lwkv.shared_host.client.promises import OwnerPromises
 from lwkv.storage.registry import tier_urls
 
 
@@ -260,7 +261,8 @@ def _make_scheduler(
     group = only_group(kv_cache_config)
     log_one_group(group, vllm_version)
     ranks = vllm_config.parallel_config.world_size
-    below = partial(open_lower_tiers, config) if config.host_memory or tier_urls(config) else None
+    below = partial(open_lower_tiers, config) if tier_urls(config) else None
+    timeout_s = config.extra_config.host_memory_timeout_s
     index = ChunkIndex(ranks, config.chunk_size, config.save_unfull_chunk, below)
     return SchedulerSide(
         config,
@@ -276,6 +278,7 @@ def _make_scheduler(
         make_blending=partial(make_planner, settings, vllm_config, group)
         if settings.enable_blending
         else None,
+        owner=OwnerPromises(config.host_memory, timeout_s) if config.host_memory else None,
     )
 
 

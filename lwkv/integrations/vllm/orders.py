@@ -10,6 +10,7 @@ import numpy as np
 from lwkv.integrations.vllm.blending.orders import BlendOrder, EncodeOrder
 from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.platforms.protocol import Int64s
+from lwkv.shared_host.client.promises import Promised
 from lwkv.transfer import NO_SLOT
 
 NULL_BLOCK = 0
@@ -27,6 +28,8 @@ class Move:
         first, end: tokens [first, end) are moved.
         keys: for each rank, by number, the namespace and the hashes of all chunks of `tokens`, one behind the
             other; none where they are not known. Whole keys take longer to send than to make.
+        promised: for each rank what the owner of host memory holds for it of the chunks from that of `first`
+            on, which the rank takes over; None where it is to pin them itself.
     """
 
     tokens: Int64s
@@ -35,6 +38,7 @@ class Move:
     first: int
     end: int
     keys: Sequence[tuple[str, bytes]] = ()
+    promised: Sequence[Promised | None] = ()
 
     def slots(self, block_size: int) -> Int64s:
         """Each token's slot, int64 (tokens,); NO_SLOT for those that are not moved or have no block."""

@@ -17,6 +17,7 @@ class RankInfo:
         tokens_per_row: tokens that can only be moved together.
         num_layers, page_bytes, page_format: of its chunks.
         most_chunks: that its host memory has room for.
+        host_name: by which the owner of host memory has chunks promised to it; empty for memory of its own.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class RankInfo:
     page_bytes: int = 1
     page_format: str = ""
     most_chunks: int = sys.maxsize
+    host_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class RankReport:
             reports again; None where that is as reported last.
         read: for lower tiers that were read since the last report, the bytes, and the seconds that it took.
         fetched: numbers of fetches that have ended: what they have brought is among `kept`, now or before.
+        coming: all chunks that were reported as kept, and may not be there yet.
     """
 
     info: RankInfo
@@ -53,6 +56,7 @@ class RankReport:
     unread: Mapping[str, float] | None = None
     fetched: Sequence[int] = field(default=())
     read: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    coming: Sequence[bytes] = field(default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,34 @@ class Connection:
         finally:
             self._lock.release()
 
+    def push(self) -> None:
+        """Have the owner's socket take all notes before this returns, as far as it has room for them.
+
+        Waits for a request that is under way, for no longer than it may take.
+        """
+        if self.is_lost or self._is_forked() or not self._lock.acquire(timeout=self._timeout_s):
+            return
+        try:
+            with self._losing():
+                self._send()
+        finally:
+            self._lock.release()
+
+    def tell_surely(self, op: Op, *parts: bytes) -> bool:
+        """Send a note on this thread; whether the owner's socket has it, and will be read for it.
+
+        Where it has no room now the note is not sent, nor later. One that went in part ends the connection.
+        """
+        if not self._may_ask() or not self._lock.acquire(timeout=self._timeout_s):
+            return False
+        try:
+            with self._losing():
+                self._send()
+                return not self._unsent and self._has_sent(pack(op, 0, parts))
+        finally:
+            self._lock.release()
+        return False
+
     def tend(self) -> None:
         """Send notes, and take what was late."""
         if self._is_forked():
@@ -166,6 +194,15 @@ class Connection:
         with suppress(BlockingIOError):
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
+
+    def _has_sent(self, frame: bytes) -> bool:
+        try:
+            sent = self._socket.send(frame)
+        except BlockingIOError:
+            return False
+        if sent < len(frame):
+            raise EOFError("the owner's socket has no room for a note")
+        return True
 
     def _receive(self) -> list[Message]:
         with suppress(BlockingIOError):

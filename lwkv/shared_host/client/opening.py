@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from uuid import uuid4
 
 from lwkv.platforms import Platform
 from lwkv.pool.host_pool import page_stride
@@ -51,7 +52,7 @@ def open_node_memory(
     Raises:
         ConfigError: there is no owner, it cannot serve this engine, or the platform cannot use its memory.
     """
-    waker, hello = Waker(), Hello(page_stride(page_bytes), node=node)
+    waker, hello = Waker(), Hello(page_stride(page_bytes), node=node, name=uuid4().hex)
     with ExitStack() as undo:
         starter = OwnerStarter(path, start_gib) if start_gib else None
         if starter is not None:
@@ -59,7 +60,7 @@ def open_node_memory(
             patience_s = OWN_START_S + GIB_START_S * start_gib
         session = wait_for_owner(path, hello, timeout_s, waker, patience_s, starter)
     try:
-        pool = NodePool(platform, page_bytes, session, counters, locks_ahead, use_device)
+        pool = NodePool(platform, page_bytes, session, counters, locks_ahead, use_device, hello.name)
     except ValueError:
         session.connection.close()
         raise

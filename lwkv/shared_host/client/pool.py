@@ -48,6 +48,7 @@ class NodePool(HostPool):
         locks_ahead: whether memory is page-locked by `lock_slab` alone; if not, all of it is at once. Of the
             owners that follow it is done in the background, once it was done of the first.
         use_device: called by the thread that does that, before all else.
+        name: as each owner has it, for whoever has chunks promised to this pool; empty where nobody has.
 
     Attributes:
         session: the owner, if there is one.
@@ -67,6 +68,7 @@ class NodePool(HostPool):
         counters: Counters,
         locks_ahead: bool,
         use_device: Callable[[], object] | None = None,
+        name: str = "",
     ) -> None:
         if not platform.features.host_register:
             raise ConfigError(
@@ -89,6 +91,7 @@ class NodePool(HostPool):
         self._stuck: list[torch.Tensor] = []
         self._room = 0
         self._has_ended = False
+        self.name = name
         self.session: Session | None = None
         self.on_evicted: Callable[[list[bytes]], object] | None = None
         self.on_lost: Callable[[], object] | None = None
@@ -322,3 +325,4 @@ class NodePool(HostPool):
             self._counts.grow(self.slabs.span)
             self._held = np.append(self._held, np.zeros(self.slabs.span, np.int32))
             self.num_pages = end
+        session.usable(end)

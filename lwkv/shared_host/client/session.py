@@ -41,6 +41,22 @@ class Pinned(NamedTuple):
     spills: Mapping[int, Int64s]
 
 
+class PromiseReply(NamedTuple):
+    """What the owner says of a promise.
+
+    Attributes:
+        number: names it in `give`.
+        clients: the numbers of those that it is for, below 0 for one that is not at this owner.
+        there: of those that are, whether each chunk of the prompt is there.
+        pinned: of these, what each holds, from the first chunk that was asked for on.
+    """
+
+    number: int
+    clients: Sequence[int]
+    there: Sequence[Sequence[bool]]
+    pinned: Sequence[Pinned]
+
+
 class Session:
     """One owner, from its greeting to its end. Thread-safe.
 
@@ -80,6 +96,34 @@ class Session:
         lengths = _padded(read_numbers(parts[0]).tolist(), len(keys))
         return Pinned(lengths, read_numbers(parts[1]), read_spills(parts[2]))
 
+    def promise(self, first: int, takers: Sequence[tuple[str, Sequence[ChunkKey]]]) -> PromiseReply | None:
+        """Have other clients hold what is there of a prompt's chunks, from number `first` on, until `give`.
+
+        Args:
+            takers: up to MOST_TAKERS names of clients, each with the keys of all chunks.
+        """
+        most = MOST_KEYS // len(takers)
+        parts = [pack_numbers([first])]
+        for name, keys in takers:
+            parts += [name.encode(), pack_keys(keys[:most])]
+        reply = self._ask(Op.PROMISE, parts, self._end_late_promise)
+        return None if reply is None else _read_promise(reply)
+
+    def give(self, number: int, first: int, end: int) -> bool:
+        """Leave chunks [first, end) of a promise, as counted from its first, to those that it was made for.
+
+        Returns False where the owner may not learn of it: then nobody may use them.
+        """
+        return self.connection.tell_surely(Op.GIVE, pack_numbers([number, first, end]))
+
+    def take_back(self, number: int) -> None:
+        """End all holds of a promise."""
+        self.connection.tell(Op.GIVE, pack_numbers([number, 0, 0]))
+
+    def usable(self, end: int) -> None:
+        """Note that this client can use all pages below page `end`: they may be promised to it."""
+        self.connection.tell(Op.USABLE, pack_numbers([end]))
+
     def reserve(self, end: int, count: int) -> tuple[Int64s | None, int]:
         """Hold `count` pages that are nobody's, all below page `end`; else None, and how many there could be.
 
@@ -109,6 +153,7 @@ class Session:
             beside = {page: spills[page] for page in own.tolist() if page in spills} if spills else {}
             packed = pack_keys(keys[part]), pack_parents(parents[part]), pack_numbers(lengths[part])
             self.connection.tell(Op.COMMIT, *packed, pack_numbers(own), pack_spills(beside))
+        self.connection.push()  # whoever hears of them next, and asks the owner, is to find them
 
     def free(self, pages: Int64s, counts: Int64s) -> None:
         """End `counts` holds of each of `pages`."""
@@ -153,6 +198,19 @@ class Session:
     def _free_late_pages(self, parts: Sequence[bytes]) -> None:
         pages = read_numbers(parts[0])
         self.free(pages, np.ones(len(pages), np.int64))
+
+    def _end_late_promise(self, parts: Sequence[bytes]) -> None:
+        self.take_back(_read_promise(parts).number)
+
+
+def _read_promise(parts: Sequence[bytes]) -> PromiseReply:
+    number, *clients = read_numbers(parts[0]).tolist()
+    there, lengths, pages, spills = (parts[1 + i :: 4] for i in range(4))
+    pinned = [
+        Pinned(read_numbers(own).tolist(), read_numbers(numbers), read_spills(beside))
+        for own, numbers, beside in zip(lengths, pages, spills, strict=True)
+    ]
+    return PromiseReply(number, clients, [[bool(is_there) for is_there in own] for own in there], pinned)
 
 
 def _padded(answers: list[int], count: int) -> list[int]:

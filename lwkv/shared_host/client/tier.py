@@ -9,7 +9,8 @@ import numpy as np
 
 from lwkv.keys import HASH_BYTES, ChunkKey
 from lwkv.shared_host.client.pool import NodePool
-from lwkv.shared_host.client.session import Session
+from lwkv.shared_host.client.promises import Promised
+from lwkv.shared_host.client.session import Pinned, Session
 from lwkv.shared_host.protocol import Op, name_of
 from lwkv.storage.host_tier import Chunk, Watcher
 from lwkv.storage.prefix_order import leading, parents_of
@@ -36,6 +37,11 @@ class NodeTier:
         """Chunks of all the node, as the owner said last."""
         session = self._pool.session
         return 0 if session is None else session.state.chunks
+
+    @property
+    def name(self) -> str:
+        """By which chunks can be promised to this engine."""
+        return self._pool.name
 
     @property
     def pins(self) -> int:
@@ -72,9 +78,23 @@ class NodeTier:
         if self._closed or session is None or not keys:
             return [None] * len(keys)
         pinned = session.pin(self._pool.num_pages, keys, op)
-        pages = None if pinned is None else self._pool.adopt(session, pinned)
+        chunks = None if pinned is None else self._adopt(session, pinned)
+        return chunks or [None] * len(keys)
+
+    def take_over(self, promised: Promised) -> list[Chunk | None] | None:
+        """Have chunks pinned that the owner holds for this engine because another process asked it to.
+
+        No message is sent. None where the promise is not this engine's at its present owner.
+        """
+        session = self._pool.session
+        if session is None or (session.welcome.owner, session.welcome.client) != promised[:2]:
+            return None
+        return self._adopt(session, promised.pinned)
+
+    def _adopt(self, session: Session, pinned: Pinned) -> list[Chunk | None] | None:
+        pages = self._pool.adopt(session, pinned)
         if pages is None:
-            return [None] * len(keys)
+            return None
         chunks = [None if own is None else Chunk(own) for own in pages]
         self._count_pins(sum(chunk is not None for chunk in chunks))
         return chunks

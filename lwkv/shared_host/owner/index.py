@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,8 @@ from lwkv.shared_host.protocol import (
 from lwkv.storage.host_tier import Chunk, HostTier
 from lwkv.storage.prefix_order import leading
 
+_NO_PAGES: Int64s = np.zeros(0, np.int64)
+
 MOST_PINNED = MOST_BYTES // 16
 """Numbers that one reply has for pages and what is beside them: half of a message. Chunks beyond these are
 not found."""
@@ -43,11 +46,20 @@ class Client:
 
     Attributes:
         near: pages [first, end) that it is to have first; None for any.
+        name, number: by which it is promised chunks, and by which it knows that it was this client.
+        end: of the pages that it can use, as far as it has said.
+        is_gone: whether it holds nothing any more, for good.
     """
 
-    def __init__(self, index: NodeIndex, near: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, index: NodeIndex, near: tuple[int, int] | None = None, name: str = "", number: int = 0
+    ) -> None:
         self.index = index
         self.near = near
+        self.name = name
+        self.number = number
+        self.end = 0
+        self.is_gone = False
         self.holds = Holds(index.pages)
         self._evictions = index.evictions
         self._known = index.evictions.total
@@ -56,6 +68,13 @@ class Client:
         """Packed keys of chunks that were evicted since the last call."""
         news, self._known = self._evictions.since(self._known), self._evictions.total
         return news
+
+
+class PromiseAnswer(NamedTuple):
+    """The pages of each chunk that a client has been promised, and the parts of the reply that say so."""
+
+    chunks: Sequence[Int64s]
+    parts: Sequence[bytes]
 
 
 class NodeIndex:
@@ -77,11 +96,11 @@ class NodeIndex:
         self._chunk_slabs = ChunkSlabs()
         self._left: list[Callable[[], object]] = []
 
-    def client(self, node: int = UNKNOWN) -> Client:
+    def client(self, node: int = UNKNOWN, name: str = "", number: int = 0) -> Client:
         """Make a new client, which holds nothing; of the NUMA node `node`."""
         slabs = None if self._slabs is None else self._slabs.near(node)
         near = None if slabs is None else (slabs[0] * self._span, slabs[1] * self._span)
-        return Client(self, near)
+        return Client(self, near, name, number)
 
     def kept(self, keys: Sequence[ChunkKey]) -> None:
         """Do nothing: whoever wants to know what is there asks."""
@@ -145,6 +164,20 @@ class NodeIndex:
             raise ProtocolError(f"{request.op.name}: {error}") from error
         return None
 
+    def promise(self, client: Client, keys: bytes, first: int, num_takers: int) -> PromiseAnswer:
+        """Have a client hold what is there of a prompt's chunks from number `first` on, as if it had asked.
+
+        Args:
+            num_takers: clients of which the same reply says as much.
+        """
+        names = _keys(keys)
+        found = self._below(client.end, self.tier.find(names))
+        chunks = self._that_fit(found[first:], num_takers)
+        self._left += [partial(self.tier.use, names), partial(self._use_slabs, names)]
+        there = bytes(chunk is not None for chunk in found)
+        pages = [_NO_PAGES if chunk is None else chunk.pages for chunk in chunks]
+        return PromiseAnswer(pages, [there, *self._hold(client, chunks)])
+
     def state(self) -> State:
         """What every reply says of all."""
         in_use = self.pages.num_there - self.pages.num_free
@@ -160,6 +193,8 @@ class NodeIndex:
             names = _keys(*note.parts)
             self.tier.use(names)
             self._use_slabs(names)
+        elif note.op is Op.USABLE:
+            client.end = self._usable(*note.parts)
         else:
             raise ProtocolError(f"got {note.op.name}, which is no request to an owner")
 
@@ -172,29 +207,30 @@ class NodeIndex:
     def _pin(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
         names = _keys(keys)
         self._left += [partial(self.tier.use, names), partial(self._use_slabs, names)]
-        return self._hold(client, self._usable(limit), self.tier.find(names))
+        return self._hold(client, self._that_fit(self._below(self._usable(limit), self.tier.find(names))))
 
     def _pin_prefix(self, client: Client, limit: bytes, keys: bytes) -> list[bytes]:
         found = self.tier.find(_keys(keys))
         chunks = leading(found)
-        return self._hold(client, self._usable(limit), [*chunks, *[None] * (len(found) - len(chunks))])
+        below = self._below(self._usable(limit), [*chunks, *[None] * (len(found) - len(chunks))])
+        return self._hold(client, self._that_fit(below))
 
-    def _hold(self, client: Client, end: int, chunks: Sequence[Chunk | None]) -> list[bytes]:
-        """Have a client hold chunks, as far as they are below page `end`, once `settle` is called."""
-        chunks = self._that_fit(self._below(end, chunks))
+    def _hold(self, client: Client, chunks: Sequence[Chunk | None]) -> list[bytes]:
+        """Have a client hold chunks once `settle` is called; what the reply says of them."""
         found = [chunk for chunk in chunks if chunk is not None]
         pages = _joined([chunk.pages for chunk in found])
         self._left.append(partial(_add_holds, client, found, pages))
         lengths = [0 if chunk is None else len(chunk.pages) for chunk in chunks]
         return [pack_numbers(lengths), pack_numbers(pages), pack_spills(self.pages.spills_of(pages))]
 
-    def _that_fit(self, chunks: list[Chunk | None]) -> list[Chunk | None]:
-        """The first of `chunks`, None for the others: those whose pages one reply can name."""
+    def _that_fit(self, chunks: list[Chunk | None], num_parts: int = 1) -> list[Chunk | None]:
+        """The first of `chunks`, None for the others: those whose pages one of a reply's parts can name."""
         count = self._numbers_for if self.pages.has_spills else _num_pages
         ends = list(accumulate(0 if chunk is None else count(chunk) for chunk in chunks))
-        if not ends or ends[-1] <= MOST_PINNED:
+        most = MOST_PINNED // num_parts
+        if not ends or ends[-1] <= most:
             return chunks
-        fit = bisect_right(ends, MOST_PINNED)
+        fit = bisect_right(ends, most)
         return [*chunks[:fit], *[None] * (len(chunks) - fit)]
 
     def _numbers_for(self, chunk: Chunk) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
 from lwkv.shared_host.owner.index import Client
+from lwkv.shared_host.owner.promises import UngivenPromises
 from lwkv.shared_host.process import watch
 from lwkv.shared_host.protocol import FIRST_BYTES, MOST_REQUEST_BYTES, Frames, Message, Op, pack
 
@@ -23,6 +25,7 @@ class Peer:
         client: what the index has of it; None before its hello, and for one that only asks.
         process: a descriptor that can be read once the process is gone.
         is_connected: False once the connection is closed.
+        promises: what it has promised to others.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -32,6 +35,7 @@ class Peer:
         self.client: Client | None = None
         self.is_welcome = False
         self.is_connected = True
+        self.promises = UngivenPromises()
         self._frames = Frames(FIRST_BYTES)
         self._waiting = bytearray()
 
@@ -46,11 +50,21 @@ class Peer:
 
     def receive(self) -> Iterator[Message]:
         """The messages that have come. Raises OSError or ProtocolError; EOFError at the end."""
-        with suppress(BlockingIOError):
+        try:
             data = self.socket.recv(READ_BYTES)
-            if not data:
-                raise EOFError
-            yield from self._frames.feed(data)
+        except BlockingIOError:
+            return
+        except ConnectionResetError as error:  # behind all that came before the end
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        yield from self._frames.feed(data)
+
+    def has_sent(self) -> bool:
+        """Whether anything can be read, or the end."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def welcome(self) -> None:
         """Take all of its messages from now on."""
@@ -64,17 +78,21 @@ class Peer:
 
     def send_waiting(self) -> None:
         """Send what the client has room for. Raises OSError."""
-        with suppress(BlockingIOError):
-            while self._waiting:
-                del self._waiting[: self.socket.send(self._waiting)]
+        try:
+            with suppress(BlockingIOError):
+                while self._waiting:
+                    del self._waiting[: self.socket.send(self._waiting)]
+        except BrokenPipeError:  # it has ended: what it has sent before that is still to be read
+            self._waiting.clear()
 
     def send_with(self, op: Op, number: int, part: bytes, descriptors: list[int]) -> None:
         """Send a first, small message with descriptors. Raises OSError."""
         socket.send_fds(self.socket, [pack(op, number, [part])], descriptors)
 
     def disconnect(self) -> None:
-        """Close the connection; the process is watched on."""
+        """Close the connection, behind all that was read of it; the process is watched on."""
         self.is_connected = False
+        self.promises.end()
         self._waiting.clear()
         self._frames = Frames(0)
         self.socket.close()
@@ -83,6 +101,7 @@ class Peer:
         """The client holds nothing any more, and says so; its process may go on."""
         if self.client is not None:
             self.client.holds.end_all()
+            self.client.is_gone = True
             self.client = None
 
     def forget(self) -> None:

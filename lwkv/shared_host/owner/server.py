@@ -19,6 +19,7 @@ from lwkv.shared_host.numa import ON_NODE, NodeShare
 from lwkv.shared_host.owner.address import Address
 from lwkv.shared_host.owner.index import Client, NodeIndex
 from lwkv.shared_host.owner.peer import Peer
+from lwkv.shared_host.owner.promises import names_in
 from lwkv.shared_host.owner.slabs import SlabOwners
 from lwkv.shared_host.process import peer_of
 from lwkv.shared_host.protocol import Message, Op, ProtocolError, State, pack_numbers
@@ -37,6 +38,9 @@ NOTHING = Message(Op.PIN, 0, [pack_numbers([0]), b""])
 
 ACCEPT_REST_S = 1.0
 """Seconds without new connections where one could not be taken."""
+
+MOST_READS = 64
+"""Of a client of whom another one may have heard something, before that one is answered."""
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -85,6 +89,7 @@ class Server:
         self._linger_s = linger_s
         self._alone_since = time.monotonic()
         self._awake_until = 0.0
+        self._last_client = 0
         self._throttle = LogThrottle(log)
 
     def serve(self) -> None:
@@ -99,6 +104,7 @@ class Server:
                     if key.data.is_connected:
                         self._serve(key.data, events)
                 elif isinstance(key.data, Gone):
+                    self._read_rest(key.data.peer)
                     self._forget(key.data.peer)
                 elif key.fileobj is self._address.socket:
                     self._accept()
@@ -133,6 +139,7 @@ class Server:
             "clients": sum(peer.is_connected for peer in self._clients()),
             "clients_leaving": sum(not peer.is_connected for peer in self._clients()),
             "pages_held": sum(peer.client.holds.num_pages for peer in self._clients() if peer.client),
+            "chunks_promised": sum(peer.promises.num_chunks for peer in list(self._peers)),
             **{f"{ON_NODE}{number}": there for number, there in sorted(self._memory.by_node.items())},
         }
 
@@ -203,8 +210,12 @@ class Server:
                     self._answer(peer, message)
         except ProtocolError as error:
             log.warning("a client is disconnected: %s", error)
+            peer.promises.leave_all()  # some may have been given in what is not read any more
             self._disconnect(peer)
-        except (OSError, EOFError):
+        except OSError:
+            peer.promises.leave_all()
+            self._disconnect(peer)
+        except EOFError:
             self._disconnect(peer)
         else:
             self._watch(peer)
@@ -230,6 +241,8 @@ class Server:
             self._awake_until = time.monotonic() + AWAKE_S
             if peer.client is not None:
                 peer.client.index.handle(peer.client, NOTHING)
+        elif message.op in (Op.PROMISE, Op.GIVE):
+            self._promise(peer, message)
         elif peer.client is None:
             peer.send(Op.REPLY, message.number, *self._head(peer), *self._has(message))
         else:
@@ -243,6 +256,34 @@ class Server:
                 peer.send(Op.REPLY, message.number, *self._head(peer), *parts)
         finally:
             index.settle()  # also where the reply cannot be sent: part of it may have been
+
+    def _promise(self, peer: Peer, message: Message) -> None:
+        if peer.client is not None:
+            raise ProtocolError(f"got {message.op.name} of a client with pages")
+        if message.op is Op.GIVE:
+            peer.promises.give(message)
+            return
+        for name in names_in(message):
+            self._catch_up(name)
+        try:
+            parts = peer.promises.answer(message, self._client_of)
+            peer.send(Op.REPLY, message.number, *self._head(peer), *parts)
+        finally:
+            for index in self._indexes.values():
+                index.settle()
+
+    def _catch_up(self, name: str) -> None:
+        """Take what a client has sent by now: whoever asks may have heard from it what it has stored."""
+        for peer in [peer for peer in self._clients() if peer.client and peer.client.name == name]:
+            for _ in range(MOST_READS):
+                if not peer.is_connected or not peer.has_sent():
+                    break
+                self._serve(peer, selectors.EVENT_READ)
+
+    def _client_of(self, name: str) -> Client | None:
+        """The client of that name that is connected."""
+        named = [peer.client for peer in self._clients() if peer.is_connected and name]
+        return next((client for client in named if client is not None and client.name == name), None)
 
     def _has(self, message: Message) -> list[bytes]:
         """Answer one that has no pages, and may ask what is there of any size."""
@@ -269,9 +310,11 @@ class Server:
             return
         if peer.client is not None:
             raise ProtocolError("got a second hello")
-        peer.client = self._index_of(stride).client(hello.node)
+        self._last_client += 1
+        peer.client = self._index_of(stride).client(hello.node, hello.name, self._last_client)
         sizes = self._slabs.pages_of(stride)
-        welcome = Welcome(self._name, self._memory.num_bytes, *sizes, self._slabs.slab_bytes)
+        what = self._memory.num_bytes, *sizes, self._slabs.slab_bytes
+        welcome = Welcome(self._name, *what, client=self._last_client)
         peer.send_with(Op.WELCOME, message.number, write(welcome), [self._memory.descriptor])
 
     def _why_not_these_pages(self, stride: int) -> str | None:
@@ -300,6 +343,11 @@ class Server:
             peer.disconnect()
         if peer.client is None:
             self._forget(peer)
+
+    def _read_rest(self, peer: Peer) -> None:
+        """Read what a process has sent before its end: what it has given others may be using."""
+        while peer in self._peers and peer.is_connected and peer.has_sent():
+            self._serve(peer, selectors.EVENT_READ)
 
     def _forget(self, peer: Peer) -> None:
         if peer not in self._peers:

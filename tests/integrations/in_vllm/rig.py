@@ -231,6 +231,11 @@ class Engine:
         """Tokens that were promised so far and could not be loaded: vLLM counts them as found."""
         return int(self.worker._counters.totals().get("tokens_recomputed", 0))
 
+    def moved(self) -> tuple[int, int]:
+        """Tokens that were loaded so far, and that were stored: each takes as many bytes."""
+        stats = self.worker.engine.stats()
+        return int(stats.get("tokens_retrieved", 0)), int(stats.get("tokens_stored", 0))
+
     def evict_all(self) -> None:
         """Empty lwkv's host memory, as others' chunks would push all out."""
         engine = self.worker.engine

@@ -27,6 +27,7 @@ from lwkv.integrations.vllm.scheduler.side import Role, SchedulerSide
 from lwkv.integrations.vllm.worker.side import WorkerSide
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms.cpu import CPU
+from lwkv.shared_host.client.promises import OwnerPromises
 from lwkv.storage import Tier
 from lwkv.telemetry.counters import Counters
 
@@ -35,6 +36,8 @@ BLOCK = 4
 CHUNK = 8
 VOCABULARY = 1000
 BIG = 1 << 20
+OWNER_S = 30.0
+"""Seconds that an owner of host memory may take."""
 
 
 def mix(*values: int) -> int:
@@ -259,7 +262,10 @@ class Scripted:
         index = ChunkIndex(num_ranks, CHUNK, config.save_unfull_chunk, below)
         role = Role(loads, True)
         self.scheduler = SchedulerSide(
-            config, role, index, BLOCK, num_ranks, prefetches=prefetches, compares_costs=compares_costs
+            *(config, role, index, BLOCK, num_ranks),
+            prefetches=prefetches,
+            compares_costs=compares_costs,
+            owner=OwnerPromises(config.host_memory, OWNER_S) if config.host_memory else None,
         )
         for rank in self.ranks:
             index.introduce(rank.worker.info)
@@ -317,11 +323,13 @@ class Scripted:
             assert rank.engine.flush()
             stats = rank.engine.stats()
             assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
-            assert stats["page_references"] == stats["chunks"] * LAYERS
+            kept = 0 if rank.engine.config.host_memory else stats["chunks"]  # that of a node is its owner's
+            assert stats["page_references"] == kept * LAYERS
 
     def close(self) -> None:
         for rank in self.ranks:
             rank.worker.close()
+        self.scheduler.close()
 
     def _schedule(self) -> tuple[list[Part], Any]:
         budget, parts, new, cached = self.budget, [], [], []

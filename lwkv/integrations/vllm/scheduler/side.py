@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -20,6 +20,7 @@ from lwkv.integrations.vllm.scheduler.lookup.hits import Hits
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.lookup.look_ups import LookUps
 from lwkv.integrations.vllm.scheduler.lookup.parts import LookUpParts
+from lwkv.integrations.vllm.scheduler.lookup.promises import NodePromises, Promiser
 from lwkv.integrations.vllm.scheduler.lookup.step_costs import StepCosts
 from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
 from lwkv.integrations.vllm.scheduler.moves import Moves
@@ -46,10 +47,11 @@ class Role:
 class SchedulerSide:
     """Follows vLLM's requests and gives the workers their orders.
 
-    A lookup takes nothing and changes nothing, so there is nothing to release where a request is aborted,
-    preempted or found in vLLM's own cache: chunks are pinned by the workers for the step that loads them. If
-    one has gone by then, that load fails, and vLLM computes its tokens. Only what was fetched for a waiting
-    request is pinned before, and given back by `waiting`.
+    With host memory of the workers' own a lookup takes nothing and changes nothing, so there is nothing to
+    release where a request is aborted, preempted or found in vLLM's own cache: chunks are pinned by the
+    workers for the step that loads them. If one has gone by then, that load fails, and vLLM computes its
+    tokens. Only what was fetched for a waiting request is pinned before, and given back by `waiting`. In the
+    memory of a node others evict at any time: what a look-up finds there is held, see NodePromises.
 
     Args:
         block_size: tokens of a block of vLLM's block tables.
@@ -61,6 +63,7 @@ class SchedulerSide:
         compares_costs: whether only what loads sooner than it is computed is loaded; if not, all found.
         clock: seconds.
         make_blending: makes what plans blends; None where that is off.
+        owner: of the host memory that all engines of a node use; None where workers have their own.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class SchedulerSide:
         compares_costs: bool = True,
         clock: Callable[[], float] = time.monotonic,
         make_blending: Callable[[LookUpParts], BlendPlanner] | None = None,
+        owner: Promiser | None = None,
     ) -> None:
         self.counters = Counters()
         self._role, self._block_size = role, block_size
@@ -97,9 +101,10 @@ class SchedulerSide:
         # Without host memory of its own a chunk that was fetched would not stay.
         prefetches = prefetches and config.local_cpu
         self.look_ups = LookUps()
+        self._promises = None if owner is None else NodePromises(owner, index)
         self.hits = Hits(
             *(index, block_size, role.loads, prefetches, self.waiting, self.costs, self._requests.is_alone),
-            self.look_ups,
+            *(self.look_ups, self._promises, config.load_timeout_s),
         )
         parts = LookUpParts(index, self.waiting, self.look_ups, self.counters, clock, prefetches)
         self.blending = None if make_blending is None else make_blending(parts)
@@ -164,6 +169,8 @@ class SchedulerSide:
             self._step_costs.note_load(tracked, num_loaded)
         tracked.begin(blocks, num_loaded, waits=self.comes_apart(request))
         self._requests.wake(tracked)
+        if self._promises is not None and not num_loaded:
+            self._promises.leave(request.request_id)
 
     def hit_sources(self, request: Any, num_loaded: int) -> dict[str, int]:
         """By the name of a tier, how many of the tokens that a request is about to load come from it."""
@@ -175,6 +182,8 @@ class SchedulerSide:
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """Whether `blocks`, of a request that has ended, must stay until a step has stored the rest of it."""
         self._requests.finish(request.request_id)
+        if self._promises is not None:
+            self._promises.leave(request.request_id)
         if self.blending is not None:
             self.blending.stops(request.request_id)
             if self.blending.is_waiting(request):
@@ -196,6 +205,8 @@ class SchedulerSide:
             (item.tracked.load_within_s for item in scheduled if item.tracked.to_load), default=float("inf")
         )
         loads = self._loads(scheduled)
+        if self._promises is not None:
+            self._promises.end_pass()
         self._requests.pass_step(scheduled)
         stores = self._stores.of_step(scheduled)
         for item in scheduled:
@@ -246,6 +257,8 @@ class SchedulerSide:
     def close(self) -> None:
         """Close what the scheduler has open."""
         self.look_ups.close()
+        if self._promises is not None:
+            self._promises.close()
         self.index.close()
 
     def reset(self) -> None:
@@ -255,6 +268,8 @@ class SchedulerSide:
         self._requests.clear()
         self.waiting.clear()
         self._stores.clear()
+        if self._promises is not None:
+            self._promises.clear()
         if self.blending is not None:
             self.blending.reset()
         self.index.clear()
@@ -317,14 +332,19 @@ class SchedulerSide:
         return self.blending.encode(tracked.request, tracked.chunks.salts, unread)
 
     def _loads(self, scheduled: Sequence[ScheduledRequest]) -> list[Move]:
-        loads = [
-            self._moves.order(item.tracked, item.blocks(), item.tracked.load(item.computed))
-            for item in scheduled
-            if item.tracked.to_load
-        ]
+        loads = [self._load(item) for item in scheduled if item.tracked.to_load]
         if loads:
             self._steps.last_load = self._steps.current
         return loads
+
+    def _load(self, item: ScheduledRequest) -> Move:
+        tracked, span = item.tracked, item.tracked.load(item.computed)
+        move = self._moves.order(tracked, item.blocks(), span)
+        if self._promises is None:
+            return move
+        size = self._config.chunk_size
+        chunks = range(span.first // size, -(-span.num_tokens // size))
+        return replace(move, promised=self._promises.give(tracked.request.request_id, chunks))
 
     def _fetches(self) -> tuple[list[Fetch], list[int]]:
         orders = self.waiting.orders()

@@ -54,4 +54,5 @@ class Reporter:
         if outcome is None and unread is None and not (kept or dropped or failed or fetched or read):
             return None
         step, stored = outcome or (0, True)
-        return RankReport(self._info, step, stored, kept, dropped, failed, unread, fetched, read)
+        coming = [key.hash for key in self.presence.on_its_way]
+        return RankReport(self._info, step, stored, kept, dropped, failed, unread, fetched, read, coming)

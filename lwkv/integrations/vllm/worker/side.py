@@ -20,7 +20,9 @@ from lwkv.integrations.vllm.worker.reporter import Reporter
 from lwkv.keys import ChunkKey
 from lwkv.platforms.protocol import Int64s
 from lwkv.request import AnyRequest, KeyedSlots, Request
+from lwkv.shared_host.client.tier import NodeTier
 from lwkv.steps import LayerSteps
+from lwkv.storage import Chunk
 from lwkv.storage.prefetch import Prefetches
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
@@ -57,7 +59,8 @@ class WorkerSide:
     ) -> None:
         self._blending = blending
         self.engine = engine
-        connector = engine.connector
+        connector, host = engine.connector, engine.parts().storage.host
+        self._node = host if isinstance(host, NodeTier) else None
         self.info = RankInfo(
             rank,
             engine.namespace,
@@ -66,6 +69,7 @@ class WorkerSide:
             connector.page_bytes,
             connector.page_format,
             engine.parts().storage.most_chunks,
+            "" if self._node is None else self._node.name,
         )
         self._block_size = block_size
         self._draft_layers = draft_layers
@@ -227,8 +231,23 @@ class WorkerSide:
         stores = [(move, move.slots(self._block_size)) for move in orders.stores]
         # Chunks wholly in front of the first token that is loaded are not asked for, nor held.
         firsts = [_num_leading(slots) for slots in self._load_slots]
-        self._announce(self._load_steps, self._requests(loads, firsts), (), orders.load_within_s)
+        pinned = [self._take_over_pins(move, first) for move, first in zip(orders.loads, firsts, strict=True)]
+        self._announce(self._load_steps, self._requests(loads, firsts), (), orders.load_within_s, pinned)
         self._announce(self._store_steps, (), self._requests(stores, [0] * len(stores)))
+
+    def _take_over_pins(self, move: Move, first: int) -> list[Chunk | None] | None:
+        """The chunks of a load from that of its first token on, where they were pinned for this rank."""
+        promised = move.promised[self.info.rank] if self.info.rank < len(move.promised) else None
+        chunks = None if promised is None or self._node is None else self._node.take_over(promised)
+        if chunks is None:
+            return None
+        size = self.engine.config.chunk_size
+        skipped = first // size - move.first // size  # of these no token has a slot
+        self._unpin(chunks[:skipped])
+        return chunks[skipped:]
+
+    def _unpin(self, chunks: Sequence[Chunk | None]) -> None:
+        self.engine.parts().storage.host.unpin([chunk for chunk in chunks if chunk is not None])
 
     def _requests(
         self, moves: Sequence[tuple[Move, Int64s]], firsts: Sequence[int]
@@ -253,11 +272,14 @@ class WorkerSide:
         loads: Sequence[AnyRequest],
         stores: Sequence[AnyRequest],
         load_within_s: float = float("inf"),
+        pinned: Sequence[Sequence[Chunk | None] | None] = (),
     ) -> None:
         try:
-            steps.begin(loads, stores, load_within_s)
+            steps.begin(loads, stores, load_within_s, pinned)
         except LwkvError:
             log.exception("a step's orders cannot be carried out: nothing is loaded or stored in it")
+            for chunks in pinned:
+                self._unpin(chunks or ())
             steps.begin((), ())
 
     def _wait_for_stores(self) -> None:

@@ -12,6 +12,7 @@ from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
 from lwkv.integrations.vllm.scheduler.lookup.index import ChunkIndex
 from lwkv.integrations.vllm.scheduler.lookup.look_ups import LookUps
 from lwkv.integrations.vllm.scheduler.lookup.patience import Wait
+from lwkv.integrations.vllm.scheduler.lookup.promises import NodePromises
 from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
 from lwkv.integrations.vllm.scheduler.prompt import wants_hits
 from lwkv.integrations.vllm.scheduler.request_state import RequestState
@@ -38,6 +39,8 @@ class Hits:
         costs: chooses what is worth loading; None to load all that is found.
         is_alone: whether there is only one request that has not ended.
         look_ups: into lower tiers.
+        promises: of the owner of host memory; None for memory of the workers' own.
+        timeout_s: how long a request may wait for what is on its way to host memory.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Hits:
         costs: Costs | None,
         is_alone: Callable[[], bool],
         look_ups: LookUps,
+        promises: NodePromises | None = None,
+        timeout_s: float = 0.0,
     ) -> None:
         self._index = index
         self._block_size = block_size
@@ -59,6 +64,8 @@ class Hits:
         self._costs = costs
         self._is_alone = is_alone
         self._look_ups = look_ups
+        self._promises = promises
+        self._timeout_s = timeout_s
 
     def waits(self, request_id: str) -> bool:
         """Whether a request has to wait on for what lower tiers bring."""
@@ -68,6 +75,35 @@ class Hits:
         """Tokens beyond the first `num_local` to load; None while the request is to wait."""
         if tracked.asked_at is None:
             tracked.asked_at = self._index.clock()
+        if self._promises is None:
+            return self._found(tracked, num_local)
+        keys = tracked.chunks.keys(self._index, tracked.chunks.num_tokens)
+        first = num_local // tracked.chunks.chunking.chunk_size
+        if not self._loads or not wants_hits(tracked.request):
+            first = len(keys[0]) if keys else 0  # only what need not be stored is to be known
+        self._promises.look_up(tracked.request.request_id, keys, first)
+        hit = self._found(tracked, num_local)
+        return self._held(tracked, hit, self._promises) if hit else hit
+
+    def _held(self, tracked: RequestState, hit: int, promises: NodePromises) -> int | None:
+        """Of `hit` tokens those that the owner of host memory holds, and that lower tiers have.
+
+        None where more are on their way to it: once they are there they are held, too.
+        """
+        found, request_id = tracked.found, tracked.request.request_id
+        chunks = found.chunks_of(hit)
+        in_host = [tier == HOST for tier in found.tiers_of(chunks)]
+        held = promises.num_held(request_id, chunks, in_host)
+        if held == len(chunks):
+            return hit
+        keys = tracked.chunks.keys(self._index, tracked.chunks.num_tokens)
+        has_waited = self._index.clock() - (tracked.asked_at or 0.0) >= self._timeout_s
+        if self._index.is_coming(keys, chunks[held]) and not has_waited:
+            promises.leave(request_id)
+            return None
+        return found.usable(chunks.start + held, self._block_size)
+
+    def _found(self, tracked: RequestState, num_local: int) -> int | None:
         if self._prefetches and not self._has_looked_up(tracked):
             return None
         # Looked up where nothing is loaded, too: what some tier has need not be stored again.

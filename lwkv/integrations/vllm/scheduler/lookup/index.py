@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.platforms.protocol import Int64s
+from lwkv.shared_host.protocol import MOST_TAKERS
 from lwkv.storage.tier import HOST
 
 RankKeys: TypeAlias = "list[list[ChunkKey]]"
@@ -34,12 +35,17 @@ class Below(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RankChunks:
-    """What is known of one rank: chunks in its host memory, and chunks that could not be loaded."""
+    """What is known of one rank: chunks in its host memory, and chunks that could not be loaded.
+
+    Attributes:
+        kept: chunks in its host memory, or surely there soon: those in `coming`.
+    """
 
     info: RankInfo
     below: Below | None
     kept: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
+    coming: Set[bytes] = frozenset()
 
     def found(self, chains: Sequence[Sequence[ChunkKey]]) -> list[str | None]:
         """The nearest of its tiers that each chunk can be loaded from, or None, one chain after the other."""
@@ -146,9 +152,41 @@ class ChunkIndex:
         rank.kept.difference_update(report.dropped)
         rank.kept.update(report.kept)
         rank.failed.difference_update(report.kept)
+        rank.coming = frozenset(report.coming)
         # Last: a chunk that is there and cannot be loaded must not be offered for ever.
         rank.kept.difference_update(report.failed)
         rank.failed.update(report.failed)
+
+    def takers(self, keys: RankKeys) -> list[tuple[str, Sequence[ChunkKey]]]:
+        """For whom an owner of host memory is to hold chunks: names of all ranks, each with its own keys.
+
+        None where some rank has memory of its own, or there are more than one promise can be for.
+        """
+        names: list[tuple[str, Sequence[ChunkKey]]] = [
+            (rank.info.host_name, own) for rank, own in self._each(keys)
+        ]
+        return names if all(name for name, _ in names) and len(names) <= MOST_TAKERS else []
+
+    def learn_owner(self, keys: RankKeys, there: Sequence[Sequence[bool] | None] | None) -> None:
+        """Take over which chunks the owner of host memory has for each rank.
+
+        Args:
+            there: for each rank and chunk; None for a rank of which it knows nothing, which is believed.
+                None for all where it does not answer: then it has none.
+        """
+        news: set[bytes] = set()
+        answers = there or [[]] * len(keys)
+        for (rank, own), known in zip(self._each(keys), answers, strict=True):
+            if known is None:
+                continue
+            hashes = [key.hash for key in own]
+            has = {name for name, is_there in zip(hashes, known, strict=False) if is_there} - rank.failed
+            gone = (rank.kept & set(hashes)) - has - rank.coming
+            news |= gone | (has - rank.kept)
+            rank.kept |= has
+            rank.kept -= gone
+        if news:
+            self._note(frozenset(news))
 
     def clear(self) -> None:
         """Forget all chunks."""
@@ -175,6 +213,10 @@ class ChunkIndex:
     def has(self, keys: RankKeys, chunk: int) -> bool:
         """Whether a chunk is in every rank's host memory."""
         return bool(keys) and all(own[chunk].hash in rank.kept for rank, own in self._each(keys))
+
+    def is_coming(self, keys: RankKeys, chunk: int) -> bool:
+        """Whether a chunk is on its way to some rank's host memory."""
+        return any(own[chunk].hash in rank.coming for rank, own in self._each(keys))
 
     def are_kept(self, keys: RankKeys, chunks: range) -> list[bool]:
         """Which of these chunks are in every rank's host memory; none before all ranks are known."""

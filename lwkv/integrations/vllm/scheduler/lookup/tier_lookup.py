@@ -11,7 +11,6 @@ from lwkv.background.workers import Workers
 from lwkv.config.settings import Config
 from lwkv.integrations.vllm.reports import RankInfo
 from lwkv.keys import ChunkKey
-from lwkv.shared_host.client.lookup import NodeLookup
 from lwkv.storage import Tier, TierSetup
 from lwkv.storage.circuit_breaker import CircuitBreaker
 from lwkv.storage.registry import open_tiers
@@ -101,17 +100,12 @@ class TierLookups:
 
 
 def open_lower_tiers(config: Config, info: RankInfo) -> TierLookups:
-    """Open a rank's lower tiers a second time, for lookups. Raises ConfigError.
-
-    The host memory of a node is one of them: a rank does not know what others have put there.
-    """
+    """Open a rank's lower tiers a second time, for lookups. Raises ConfigError."""
     counters = Counters()
     setup = TierSetup(config, info.num_layers, info.page_bytes, info.page_format, counters)
-    timeout_s = config.extra_config.host_memory_timeout_s
-    node = [] if config.host_memory is None else [NodeLookup(config.host_memory, timeout_s)]
-    return open_lookups(setup, node)
+    return open_lookups(setup)
 
 
-def open_lookups(setup: TierSetup, nearer: Sequence[Tier] = ()) -> TierLookups:
-    """Open the tiers that the configuration names, behind those of `nearer`. Raises ConfigError."""
-    return TierLookups([TierLookup(tier, setup.counters) for tier in [*nearer, *open_tiers(setup)]])
+def open_lookups(setup: TierSetup) -> TierLookups:
+    """Open the tiers that the configuration names. Raises ConfigError."""
+    return TierLookups([TierLookup(tier, setup.counters) for tier in open_tiers(setup)])
