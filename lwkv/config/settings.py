@@ -69,6 +69,7 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX)
 
     usual_load_streams: ClassVar[int] = 2
+    place_of_arguments: ClassVar[str] = "argument"
 
     chunk_size: Count = Field(
         256,
@@ -210,7 +211,7 @@ class Config(BaseSettings):
         origins = Origins(dict.fromkeys(file.values, f"file {clipped(f'{_file_name(path, os.environ)}')}"))
         origins.faults, origins.unread = [*file.faults, *environment.faults], unread
         origins |= {key: _variable(key, os.environ) for key in environment.values}
-        origins |= dict.fromkeys(arguments, "argument")
+        origins |= dict.fromkeys(arguments, cls.place_of_arguments)
         return file.values | environment.values | dict(arguments), origins
 
     def __repr_args__(self) -> Iterator[tuple[str | None, object]]:

@@ -182,7 +182,7 @@ FILES = [
 ]
 OF_VLLM = [
     wrong({"on_load_failure": "ignore"}, "on_load_failure", "'ignore'", "recompute or fail"),
-    wrong({"load_when": True}, "load_when", "True", "cheaper or always"),
+    wrong({"load_when": True}, "load_when", "True (kv_connector_extra_config)", "cheaper or always"),
     wrong({"prefetch_waiting": "x"}, "prefetch_waiting", "'x'", "true, yes, on, 1, false, no, off or 0"),
     wrong({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy", "'fail'", "mean on_load_failure?"),
     wrong(
@@ -199,7 +199,7 @@ OF_VLLM = [
     wrong({"max_local_cpu_size": "40"}, "max_local_cpu_size", "'40'", "without quotes"),
 ]
 OF_SGLANG = [
-    wrong({"on_flush": "no"}, "on_flush", "'no'", "forget or keep"),
+    wrong({"on_flush": "no"}, "on_flush", "'no' (linker_extra_config)", "forget or keep"),
     wrong({"chunk_size": 8}, "chunk_size", "8", "allowed is 64", "--page-size"),
     wrong({"use_layerwise": False}, "use_layerwise", "False", "allowed is true"),
     wrong({"save_unfull_chunk": True}, "save_unfull_chunk", "True", "allowed is false"),

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from lwkv.config.conflicts import Conflict
+from lwkv.config.engine_settings import SGLANG
 from lwkv.config.settings import Config
 from lwkv.config.values import Allowed, Flag
 
@@ -23,6 +24,7 @@ class Settings(Config):
         page_size: SGLang's, in tokens.
     """
 
+    place_of_arguments: ClassVar[str] = SGLANG.place
     page_size: ClassVar[int] = NOT_KNOWN
     # A prefill of few new tokens waits for the thread that launches it, which also queues its loads.
     usual_load_streams: ClassVar[int] = 1

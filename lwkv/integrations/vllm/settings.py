@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from lwkv.config.conflicts import Conflict
+from lwkv.config.engine_settings import VLLM
 from lwkv.config.settings import Config
 from lwkv.config.values import Allowed, Flag
 from lwkv.errors import ConfigError
@@ -27,6 +28,8 @@ class Settings(Config):
 
     Layer by layer is the default here, other than elsewhere: vLLM has hooks for it.
     """
+
+    place_of_arguments: ClassVar[str] = VLLM.place
 
     use_layerwise: Flag = Field(True, description="Load and save layer by layer while the model computes.")
     on_load_failure: Annotated[Literal["recompute", "fail"], Allowed("text", "recompute or fail")] = Field(

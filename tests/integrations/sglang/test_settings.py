@@ -36,7 +36,10 @@ def test_a_flush_can_leave_what_is_cached() -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"chunk_size": 256}, r"chunk_size=256 \(argument\): SGLang's page is 16 tokens.*allowed is 16"),
+        (
+            {"chunk_size": 256},
+            r"chunk_size=256 \(linker_extra_config\): SGLang's page is 16 tokens.*allowed is 16",
+        ),
         ({"use_layerwise": False}, "use_layerwise=False"),
         ({"local_cpu": False, "remote_url": "valkey://localhost:6379"}, "local_cpu=False"),
         ({"save_unfull_chunk": True}, "save_unfull_chunk=True"),

@@ -10,6 +10,8 @@ from lwkv.errors import ConfigError
 from lwkv.integrations.vllm.settings import check_role, read_settings, set_policy, warn_of_outer_policy
 from lwkv.integrations.vllm.versions import NEWEST, OLDEST, check_version
 
+PLACE = "kv_connector_extra_config"
+
 
 def test_layer_by_layer_is_the_default_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_settings({}).use_layerwise
@@ -114,7 +116,7 @@ def test_everything_that_is_wrong_is_reported_at_once_with_the_keys_of_vllm() ->
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         *("chunksize", "save_decode_cache", "on_load_failure"),
-        "enable_blending=True (argument) and use_layerwise=False (argument)",
+        f"enable_blending=True ({PLACE}) and use_layerwise=False ({PLACE})",
     ]
     assert "on_load_failure" in lines[0]
     with pytest.raises(ConfigError, match=r"did you mean on_load_failure\?"):
