@@ -15,8 +15,8 @@ from integrations.in_vllm.rig import CHUNK, assert_same, prompt, started, with_l
 from lwkv.benchmarks.throttled import remote
 from lwkv.benchmarks.throttled.remote import installed_in
 from lwkv.integrations.vllm.scheduler.lookup import costs
+from lwkv.integrations.vllm.scheduler.lookup.measured.prefill_times import PrefillTimes
 from lwkv.integrations.vllm.scheduler.lookup.patience import Patience
-from lwkv.integrations.vllm.scheduler.lookup.prefill_times import PrefillTimes
 from lwkv.keys import ChunkKey, LayerKey
 
 CHUNK_GIB = 4 * 2 * CHUNK * 2 * 32 * 4 / 2**30

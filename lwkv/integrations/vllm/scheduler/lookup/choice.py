@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lwkv.integrations.vllm.scheduler.lookup.measured.prefill_times import Floats
 from lwkv.integrations.vllm.scheduler.lookup.patience import Patience
-from lwkv.integrations.vllm.scheduler.lookup.prefill_times import Floats
 from lwkv.storage.tier import HOST
 
 CLEARLY, MUCH = 0.96, 0.8

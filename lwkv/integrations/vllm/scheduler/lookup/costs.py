@@ -10,11 +10,11 @@ import numpy as np
 
 from lwkv.integrations.vllm.reports import RankReport
 from lwkv.integrations.vllm.scheduler.lookup.choice import Choice, best_of, num_in_host
+from lwkv.integrations.vllm.scheduler.lookup.measured.prefill_times import Floats, PrefillTimes
+from lwkv.integrations.vllm.scheduler.lookup.measured.speeds import Speed, is_old
+from lwkv.integrations.vllm.scheduler.lookup.measured.tier_speeds import TierSpeeds
+from lwkv.integrations.vllm.scheduler.lookup.measured.timed_steps import LEAST_TOKENS, TimedStep
 from lwkv.integrations.vllm.scheduler.lookup.patience import MORE, Patience
-from lwkv.integrations.vllm.scheduler.lookup.prefill_times import Floats, PrefillTimes
-from lwkv.integrations.vllm.scheduler.lookup.speeds import Speed, is_old
-from lwkv.integrations.vllm.scheduler.lookup.tier_speeds import TierSpeeds
-from lwkv.integrations.vllm.scheduler.lookup.timed_steps import LEAST_TOKENS, TimedStep
 from lwkv.storage.tier import HOST
 
 STEPS_TO_WAIT = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lwkv.integrations.vllm.scheduler.lookup.prefill_times import Floats
+from lwkv.integrations.vllm.scheduler.lookup.measured.prefill_times import Floats
 from lwkv.storage.prefetch import CHUNKS_AT_A_TIME
 from lwkv.storage.tier import HOST
 

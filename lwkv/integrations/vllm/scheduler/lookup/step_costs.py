@@ -7,7 +7,7 @@ from typing import Any
 
 from lwkv.integrations.vllm.reports import RankReport
 from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
-from lwkv.integrations.vllm.scheduler.lookup.timed_steps import tokens_and_position
+from lwkv.integrations.vllm.scheduler.lookup.measured.timed_steps import tokens_and_position
 from lwkv.integrations.vllm.scheduler.request_state import RequestState
 from lwkv.integrations.vllm.worker.meter import rank_gauge
 from lwkv.telemetry.counters import Counters

@@ -13,8 +13,8 @@ from lwkv.integrations.vllm.scheduler.lookup.costs import (
     STEPS_TO_WAIT,
     Costs,
 )
-from lwkv.integrations.vllm.scheduler.lookup.speeds import MEASURE_AGAIN_S
-from lwkv.integrations.vllm.scheduler.lookup.timed_steps import LEAST_TOKENS
+from lwkv.integrations.vllm.scheduler.lookup.measured.speeds import MEASURE_AGAIN_S
+from lwkv.integrations.vllm.scheduler.lookup.measured.timed_steps import LEAST_TOKENS
 from lwkv.storage.tier import HOST
 
 CHUNK = 256

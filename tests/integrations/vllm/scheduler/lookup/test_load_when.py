@@ -11,7 +11,7 @@ from integrations.vllm.test_slow_tiers import PROMPTS, busy, check, filled, step
 from storage.faulty_tier import hanging
 
 from lwkv.integrations.vllm.scheduler.lookup import costs as module
-from lwkv.integrations.vllm.scheduler.lookup.speeds import MEASURE_AGAIN_S
+from lwkv.integrations.vllm.scheduler.lookup.measured.speeds import MEASURE_AGAIN_S
 from lwkv.storage.prefetch import CHUNKS_AT_A_TIME
 
 
@@ -99,7 +99,7 @@ def test_it_can_be_turned_off() -> None:
 
 def test_steps_and_tiers_are_measured_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lwkv.integrations.vllm.scheduler.lookup.costs.LEAST_TOKENS", 16)
-    monkeypatch.setattr("lwkv.integrations.vllm.scheduler.lookup.timed_steps.LEAST_TOKENS", 16)
+    monkeypatch.setattr("lwkv.integrations.vllm.scheduler.lookup.measured.timed_steps.LEAST_TOKENS", 16)
     engine, decodes = busy(filled(), compares_costs=True)
     requests = [ScriptedRequest(f"new {number}", list(range(500, 540)), 1) for number in range(2)]
     requests += [ScriptedRequest("waits", PROMPTS[0], 2)]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
+from lwkv.integrations.vllm.scheduler.lookup.measured.timed_steps import LEAST_TOKENS
 from lwkv.integrations.vllm.scheduler.lookup.step_costs import StepCosts
-from lwkv.integrations.vllm.scheduler.lookup.timed_steps import LEAST_TOKENS
 from lwkv.telemetry.counters import Counters
 
 

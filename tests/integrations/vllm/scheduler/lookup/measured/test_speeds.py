@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from storage.rig import Clock
 
-from lwkv.integrations.vllm.scheduler.lookup.speeds import HALF_LIFE_S, Speed
+from lwkv.integrations.vllm.scheduler.lookup.measured.speeds import HALF_LIFE_S, Speed
 
 
 def test_a_speed_follows_its_last_measurements_and_large_ones_count_for_more() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from lwkv.integrations.vllm.scheduler.lookup.speeds import Speed, is_old
+from lwkv.integrations.vllm.scheduler.lookup.measured.speeds import Speed, is_old
 
 WHOLE_READ = 4.0
 """Chunks that are read of a tier from which on a measurement counts as a whole one."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lwkv.integrations.vllm.scheduler.lookup.timed_steps import LEAST_TOKENS, tokens_and_position
+from lwkv.integrations.vllm.scheduler.lookup.measured.timed_steps import LEAST_TOKENS, tokens_and_position
 
 
 def output(**parts: tuple[int, int, bool]) -> Any:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lwkv.integrations.vllm.scheduler.lookup.prefill_times import PrefillTimes
+from lwkv.integrations.vllm.scheduler.lookup.measured.prefill_times import PrefillTimes
 
 STEP_S, TOKEN_S, ATTENTION_S = 0.02, 24e-6, 4.2e-10
 

@@ -1,0 +1,1 @@
+"""How fast vLLM computes and tiers are read, as measured while it runs."""
