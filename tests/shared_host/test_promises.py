@@ -41,7 +41,7 @@ from lwkv.platforms.cpu import CPU
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.shared_host.client.pool import NodePool
 from lwkv.shared_host.client.promises import NodePromise, OwnerPromises, Promised
-from lwkv.shared_host.client.session import Session
+from lwkv.shared_host.client.session import Pinned, Session
 from lwkv.shared_host.client.tier import NodeTier
 from lwkv.shared_host.owner.index import Client, NodeIndex
 from lwkv.shared_host.owner.peer import Peer
@@ -408,6 +408,21 @@ def test_a_note_for_which_the_socket_has_no_room_gives_nothing(path: Path) -> No
     worker.pool.close()
     scheduler.close()
     kill(owner)
+
+
+def test_a_part_of_what_is_promised_has_its_own_pages_and_nothing_beyond() -> None:
+    beside = {5: np.array([9])}
+    promised = Promised("owner", 1, Pinned([2, 0, 3], np.array([3, 4, 5, 6, 7]), beside))
+    for first, end, lengths, pages, spills in (
+        (0, 2, [2, 0], [3, 4], {}),
+        (1, 3, [0, 3], [5, 6, 7], beside),
+        (2, 5, [3, 0, 0], [5, 6, 7], beside),
+        (3, 4, [0], [], {}),
+    ):
+        part = promised.part(first, end)
+        assert part[:2] == ("owner", 1)
+        assert (part.pinned.lengths, part.pinned.pages.tolist()) == (lengths, pages)
+        assert part.pinned.spills == spills
 
 
 NUMBERS = st.lists(st.integers(-2, 6) | st.sampled_from([2**62, -(2**63)]), max_size=4).map(pack_numbers)

@@ -31,8 +31,8 @@ class Promised(NamedTuple):
     pinned: Pinned
 
     def part(self, first: int, end: int) -> Promised:
-        """The same of chunks [first, end)."""
-        lengths = self.pinned.lengths
+        """The same of chunks [first, end); those that were beyond the room of a message are not there."""
+        lengths = [*self.pinned.lengths[:end], *[0] * (end - len(self.pinned.lengths))]
         begin, count = sum(lengths[:first]), sum(lengths[first:end])
         pages = self.pinned.pages[begin : begin + count]
         spills = self.pinned.spills

@@ -111,10 +111,11 @@ class NodePromises:
         """A pass of vLLM's scheduler has ended: what was not given in it ends, or is little and stays."""
         room = self._index.most_chunks // SHARE_KEPT
         for request_id, promise in list(self._open.items()):
-            room -= promise.num_chunks
-            if room < 0 or not promise.is_asked or not self._is_young(promise):
+            if promise.is_asked and self._is_young(promise) and promise.num_chunks <= room:
+                promise.is_asked = False
+                room -= promise.num_chunks
+            else:
                 self.leave(request_id)
-            promise.is_asked = False
 
     def leave(self, request_id: str) -> None:
         """End what is promised to a request, if anything is."""
