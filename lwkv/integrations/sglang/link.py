@@ -129,11 +129,13 @@ class CacheLink:
         What was handed over since is begun, and loads that are over are given back.
         """
         # Only what has something to do: an idle scheduler asks thousands of times a second.
-        if self._loads.have_ended:
-            self._loads.next_round()
         if self._promises.by_request:
             self._promises.expire()
-        return self._offloads.num_completed() if self._offloads.queued else len(self._offloads.results)
+        # First of all: what is given back wakes a thread, which would take its time from these calls.
+        completed = self._offloads.num_completed() if self._offloads.queued else len(self._offloads.results)
+        if self._loads.have_ended:
+            self._loads.next_round()
+        return completed
 
     def pop_completed_offload(self) -> bool:
         return self._offloads.pop()

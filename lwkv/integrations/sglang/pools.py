@@ -54,8 +54,10 @@ def describe(pool: Any, drafts: Sequence[Any], server_args: Any, rank: Rank) -> 
     """
     caches: dict[str, Registered] = {}
     specs: dict[str, KVSpec] = {}
+    counts: list[int] = []
     for prefix, each in (("layer", pool), *((f"draft_{i}_layer", draft) for i, draft in enumerate(drafts))):
         tensors, spec = _read(each)
+        counts.append(len(tensors))
         names = [f"{prefix}_{number}" for number in range(len(tensors))]
         caches |= zip(names, tensors, strict=True)
         specs |= dict.fromkeys(names, spec)
@@ -67,12 +69,12 @@ def describe(pool: Any, drafts: Sequence[Any], server_args: Any, rank: Rank) -> 
         head_size=first.head_size,
         dtype=pool.dtype,
         kv_dtype=pool.dtype,
-        revision=_revision(server_args),
+        revision=_revision(server_args, counts[1:]),
         use_mla=first.use_mla,
         tp_size=rank.tp_size,
         tp_rank=rank.tp,
     )
-    return Description(caches, metadata, {"specs": specs}, len(_read(pool)[0]))
+    return Description(caches, metadata, {"specs": specs}, counts[0])
 
 
 def refuse_components(components: Sequence[str]) -> None:
@@ -147,11 +149,18 @@ def _refuse_scales(pool: Any, name: str) -> None:
         )
 
 
-def _revision(server_args: Any) -> str:
-    """What else the bytes of a prompt depend on: weights, and how they are read and used."""
+def _revision(server_args: Any, draft_layers: Sequence[int]) -> str:
+    """What else the bytes of a prompt depend on: weights, how they are read and used, whose layers are whose.
+
+    Args:
+        draft_layers: how many layers each draft pool has.
+    """
     revision = str(getattr(server_args, "revision", None) or "")
     names = (*_MODEL, *_DRAFT) if getattr(server_args, "speculative_algorithm", None) else _MODEL
     values = {name: value for name in names if (value := getattr(server_args, name, None))}
+    if draft_layers:
+        # A page of the target and its drafts is never one of a target with as many layers.
+        values["draft_layers"] = list(draft_layers)
     return f"{revision} {json.dumps(values, sort_keys=True, default=str)}".strip()
 
 

@@ -32,6 +32,8 @@ def _answer(engine: Any, request: Any) -> object:
         return _metrics()
     if "together" in request:
         return engine.loop.run_until_complete(_together(engine, **request))
+    if "one" in request:
+        return engine.loop.run_until_complete(_one(engine, request["one"]))
     return engine.generate(**request)
 
 
@@ -44,6 +46,14 @@ async def _together(engine: Any, together: list[dict[str, Any]], aborts: dict[st
 
     asked = [engine.async_generate(**request) for request in together]
     return (await asyncio.gather(*asked, *(abort(*item) for item in aborts.items())))[: len(together)]
+
+
+async def _one(engine: Any, fields: dict[str, Any]) -> Any:
+    """One request, as SGLang's server makes it: it may have what `Engine.generate` does not take."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    answers = engine.tokenizer_manager.generate_request(GenerateReqInput(**fields), None)
+    return [answer async for answer in answers][-1]
 
 
 def _metrics() -> str:

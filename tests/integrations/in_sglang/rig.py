@@ -136,6 +136,11 @@ class Engine:
         named = {f"{self._asked}-{i}": seconds for i, seconds in aborts.items()}
         return [_answer(output) for output in self._send({"together": requests, "aborts": named})]
 
+    def ask_one(self, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Answer:
+        """Answer one prompt with more of what a request to SGLang's server may have."""
+        parameters = _greedy(max_tokens)
+        return _answer(self._send({"one": {"input_ids": prompt, "sampling_params": parameters, **fields}}))
+
     def flush(self) -> None:
         """Empty the device's cache. SGLang refuses as long as a request is not retired."""
         deadline = time.monotonic() + REST_S

@@ -13,7 +13,7 @@ import pytest
 import torch
 from integrations.sglang.fake_sglang import PoolTransfer, hashes_of
 from oracle import Dims, Oracle
-from properties.test_host_work import ROOT, calls_within
+from properties.test_host_work import ROOT, called_within, calls_within
 
 from lwkv.connectors.loader import FIRST_BUFFERS
 from lwkv.integrations.sglang.link import CacheLink
@@ -241,6 +241,17 @@ def test_a_load_wakes_the_thread_that_ends_it_when_its_answer_is_on_its_way(batc
     """With the overlap schedule that is after the next round has asked."""
     assert calls_of("submit", batches.load) == 0
     assert [calls_of("submit", batches.link.num_completed_offloads) for _ in range(3)] == [0, 1, 0]
+
+
+def test_a_store_is_queued_before_a_load_wakes_the_thread_that_ends_it(batches: Batches) -> None:
+    """In the round in which both are due: the thread would take its time from the calls of the store."""
+    batches.load()
+    batches.link.num_completed_offloads()
+    names = called_within(batches.store_new, ("save_batch",))
+    last_copy = len(names) - names[::-1].index("save_batch")
+    assert "submit" not in names[:last_copy]
+    assert names[last_copy:].count("submit") == 2
+    batches.take_stored()
 
 
 def test_asking_for_completed_stores_takes_two_calls_where_there_are_none(batches: Batches) -> None:

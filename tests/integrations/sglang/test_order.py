@@ -10,6 +10,7 @@ from integrations.sglang.fake_sglang import FakeSGLang
 from oracle import WrongBytesError
 
 from lwkv.integrations.sglang.order import ModelStreams
+from lwkv.pipeline.pinned_load import PinnedLoad
 from lwkv.platforms import Platform
 
 A = list(range(100, 121))
@@ -94,3 +95,51 @@ def test_the_model_comes_behind_the_layers_of_a_load_that_is_late(
         sglang.tick()
         sglang.oracle.check()
     assert len(waits) >= 3
+
+
+@pytest.mark.parametrize(("layers", "drafts"), [(4, 1), (4, 4), (5, 2)])
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_draft_reads_nothing_before_it_is_loaded(
+    make: Callable[..., FakeSGLang],
+    platform: Platform,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    drafts: int,
+    is_waited_for: bool,
+) -> None:
+    """Its pool waits for nothing: the last wait of the target's pool is for it, or it would read zeros."""
+    if platform.device_type != "cpu":
+        pytest.skip("without the wait a real device may still be in time; the CPU is late on purpose")
+    sglang = make(layers=layers, drafts=drafts, pages=64 * (layers + drafts))
+    sglang.run(A)
+    sglang.evict()
+    wait = PinnedLoad.wait
+
+    def wait_for_target(load: PinnedLoad, layer: int) -> int:
+        wait(load, min(layer, layers - 1))
+        return layer + 1
+
+    if not is_waited_for:
+        monkeypatch.setattr(PinnedLoad, "wait", wait_for_target)
+    loader = sglang.engine.connector.loader
+    # Every layer is late by itself: the last one of the target comes before those of drafts.
+    monkeypatch.setattr(loader, "_share", lambda most, layer: range(layer, layer + 1))
+    sglang.is_spoiled = not is_waited_for
+    prompt = sglang.prompt(A)
+    sglang.match(prompt)
+    sglang.admit(prompt)
+    loader.lane.kernels.late = True
+    index = sglang.link.start_layer_wise_loading()
+    sglang.counter.set_consumer(index)
+    with platform.use_stream(sglang.stream):
+        for layer in range(layers + drafts):
+            if layer < layers:
+                sglang.counter.wait_until(layer)
+            sglang._compute(prompt, layer)
+    # The model has read all layers before anybody else waits for the load.
+    platform.synchronize_stream(sglang.stream)
+    assert sglang.link.finish_layer_wise_loading(index)
+    with nullcontext() if is_waited_for else pytest.raises(WrongBytesError):
+        sglang.oracle.check()
+    sglang._insert(prompt)
+    sglang.tick()

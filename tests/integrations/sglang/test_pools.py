@@ -103,6 +103,18 @@ def test_everything_that_changes_bytes_changes_the_namespace() -> None:
     assert len({namespace(mha()), *others}) == len(others) + 1
 
 
+def test_layers_of_drafts_are_never_those_of_a_target_with_as_many_layers() -> None:
+    """Whatever the arguments are: only how many layers each pool has differs here."""
+    splits: list[tuple[int, ...]] = [(4,), (3, 1), (2, 2), (2, 1, 1), (1, 3)]
+    names = set()
+    for target, *drafts in splits:
+        described = describe(mha(target), [mha(count) for count in drafts], arguments(), Rank())
+        with engine_of(described) as engine:
+            assert engine.num_layers == 4
+            names.add(engine.namespace)
+    assert len(names) == len(splits)
+
+
 @pytest.mark.parametrize(
     ("pool", "text"),
     [
