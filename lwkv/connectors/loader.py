@@ -316,13 +316,17 @@ class Loader(ABC, Generic[LoadT]):
         They arrive together. A model that takes at least as long to compute a layer as the link to bring one
         is ahead by more layers the later it is; one that takes less has the last ones left to compute.
         """
+        return self._cut(load)[layer]
+
+    def _cut(self, load: LoadT) -> list[range]:
+        """For each layer those that `_layers_from` gives; made once for each number that share a buffer."""
         most = load.plan.layers_per_buffer
         least = load.lane.least_bytes // max(load.plan.layer_bytes, 1)
         cut = self._cuts.get((most, least))
         if cut is None:
             cuts = [self._share(most, least, first) for first in range(self._num_layers)]
             cut = self._cuts[most, least] = cuts
-        return cut[layer]
+        return cut
 
     def _share(self, most: int, least: int, layer: int) -> range:
         """The layers from `layer` on that share a staging buffer which has room for `most`, if there are so

@@ -37,13 +37,13 @@ class PagedLoader(Loader[Load]):
         """
         lane, plan = load.lane, load.plan
         copies, rows = plan.all_copies(self._layers[0]), plan.slices(self._layers[0])[0].rows
-        memory, move = lane.buffers[0].memory, lane.mover()
+        memory, move, cut = lane.buffers[0].memory, lane.mover(), self._cut(load)
         # Another load may have filled it ahead: what it has brought is gone.
         lane.buffers[0].holds = None
         for layer in layers:
             # One that came with a layer before is on its way.
             if load.arrived[layer] is None:
-                those = self._layers_from(load, layer)
+                those = cut[layer]
                 batch = copies.batch(those.start, those.stop)
                 self._platform.load_batch(memory, batch, lane.copies)
                 if not load.is_ordered:

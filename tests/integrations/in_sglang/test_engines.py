@@ -57,6 +57,27 @@ def test_two_ranks_load_the_same(llama: Path, expected: Expected) -> None:
             require_right([loaded], batch, expected)
 
 
+def test_ranks_whose_disks_differ_load_what_all_of_them_have(
+    llama: Path, expected: Expected, tmp_path: Path
+) -> None:
+    """Host memory has room for one document. Files are spoiled while the engine runs, some of either rank."""
+    settings = with_lwkv(local_disk=str(tmp_path), max_local_disk_size=1, max_local_cpu_size=0.0004)
+    with started(llama, tp_size=2, **settings) as engine:
+        for batch in DOCUMENTS:
+            require_right(engine.ask(batch), batch, expected)
+        assert eventually(lambda: spoil(tmp_path, every=11) > 0)
+        found = 0
+        for batch in (*DOCUMENTS, *BATCHES[:4], *DOCUMENTS):
+            # What is asked for the first time is brought up meanwhile, or after.
+            for _ in range(2):
+                engine.flush()
+                answers = engine.ask(batch)
+                require_right(answers, batch, expected)
+                found += sum(answer.from_host for answer in answers)
+        assert found > 0
+        assert "External linker load failed" not in engine.log
+
+
 class TestDisk:
     """One folder through the lives of several engines."""
 

@@ -31,7 +31,7 @@ for name in ("tensor", "empty", "zeros"):
     setattr(torch, name, unpinned(getattr(torch, name)))
 torch.Tensor.pin_memory = lambda tensor, *_: tensor
 """
-"""What Python runs at its start: SGLang wants page-locked memory for adapters, which torch has on GPUs only."""
+"""What Python runs at its start: SGLang wants page-locked memory for adapters, which torch has for GPUs."""
 REQUESTS: list[dict[str, Any]] = [
     {},
     {"cache_salt": "one"},

@@ -123,7 +123,7 @@ def test_a_draft_reads_nothing_before_it_is_loaded(
         monkeypatch.setattr(PinnedLoad, "wait", wait_for_target)
     loader = sglang.engine.connector.loader
     # Every layer is late by itself: the last one of the target comes before those of drafts.
-    monkeypatch.setattr(loader, "_share", lambda most, layer: range(layer, layer + 1))
+    monkeypatch.setattr(loader, "_share", lambda most, least, layer: range(layer, layer + 1))
     sglang.is_spoiled = not is_waited_for
     prompt = sglang.prompt(A)
     sglang.match(prompt)
