@@ -233,7 +233,7 @@ def test_a_store_waits_once_for_the_model(batches: Batches) -> None:
 
 
 def test_a_store_of_a_page_takes_one_copy_and_one_kernel_for_all_layers() -> None:
-    """The first waits are for SGLang's stream; the others pass the staging buffer on, and order what follows."""
+    """The first waits are for SGLang, the others pass the staging buffer on and order what comes next."""
     batches = Batches(32)
     hashes = hashes_of(range(2000, 2000 + PAGE), PAGE)
 
