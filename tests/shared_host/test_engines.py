@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine.rig import CHUNK, prompt, require_closed, store
@@ -17,10 +18,11 @@ from shared_host.owners import LONG_S, OwnerThread, owner_at
 from shared_host.workers import freeze, kill, run_owner, start, thaw, wait_for
 
 from lwkv.engine import CacheEngine
-from lwkv.errors import ConfigError
+from lwkv.errors import ConfigError, RequestError
 from lwkv.metadata import CacheMetadata
 from lwkv.platforms import Platform
 from lwkv.platforms.cpu import CPU
+from lwkv.request import KeyedSlots
 from lwkv.shared_host.client.opening import open_node_memory
 from lwkv.telemetry.counters import Counters
 
@@ -80,6 +82,32 @@ def test_a_load_announces_that_it_pins_before_all_else(
             monkeypatch.setattr(host, name, lambda *a, r=real, n=name: (calls.append(n), r(*a))[1])
         assert load(oracle, engine, prompt(1, LENGTH)) == LENGTH
         assert calls == ["announce", "pin"]
+
+
+@pytest.mark.parametrize("ends", ["never begun", "begun", "loaded", "refused"])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_chunks_that_were_pinned_before_a_load_are_given_back_however_it_ends(
+    oracle: Oracle, owner: OwnerThread, path: Path, is_shared: bool, ends: str
+) -> None:
+    with engine_at(oracle, path) if is_shared else oracle.engine(CHUNK) as engine:
+        store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+        host, names = engine.parts().storage.host, engine.keys(prompt(1, LENGTH))
+        chunks, slots = host.pin(names), np.array(run_slots(16, LENGTH))
+        if ends == "refused":
+            with pytest.raises(RequestError):
+                engine.retrieval([KeyedSlots(names, slots + (1 << 40))], pinned=[chunks])
+            assert host.pins == 3, "they are the caller's still"
+            host.unpin([chunk for chunk in chunks if chunk is not None])
+        else:
+            batch = engine.retrieval([KeyedSlots(names, slots)], pinned=[chunks])
+            if ends != "never begun":
+                assert batch.open() == [LENGTH]
+            if ends == "loaded":
+                assert batch.finish()[0].all()
+                oracle.expect(prompt(1, LENGTH), slots)
+                oracle.check()
+            batch.close()
+        require_rest(engine)
 
 
 def test_another_process_finds_what_was_stored_and_a_restarted_engine_finds_its_own(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from integrations.vllm.scripted import CHUNK, LAYERS, OWNER_S, Scripted, ScriptedRequest, expected
 from integrations.vllm.test_scripted import KINDS, History
@@ -16,7 +17,9 @@ from oracle import held_completions
 from shared_host.owners import OwnerThread, owner_at
 from shared_host.workers import wait_for
 
+from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders, packed
 from lwkv.integrations.vllm.scheduler.lookup.promises import KEPT_S
+from lwkv.shared_host.client.promises import OwnerPromises
 
 ROOM = 12
 """Chunks that the owner has room for, of one rank."""
@@ -256,4 +259,31 @@ def test_orders_with_what_was_promised_go_to_workers_in_other_processes(
     assert seen[0] == 3 * LAYERS
     engine.at_rest()
     require_rest(owner)
+    engine.close()
+
+
+def test_what_is_promised_of_chunks_behind_a_window_is_given_back_at_once(
+    path: Path, owner: OwnerThread
+) -> None:
+    """No token of the first chunk has a block: it is held, and not loaded."""
+    engine = engine_at(path, own_cache=False)
+    (rank,) = engine.ranks
+    tokens = list(range(3 * CHUNK))
+    answer_of(engine, "stored", [*tokens, 7])
+    engine.at_rest()
+    keys = rank.engine.keys(tokens)
+    scheduler = OwnerPromises(str(path), OWNER_S)
+    promise = scheduler.promise(0, [(rank.worker.info.host_name, keys)])
+    assert promise is not None
+    assert scheduler.give(promise, 0, 3)
+    ids, blocks = np.array(tokens), np.array([NULL_BLOCK, NULL_BLOCK, 1, 2, 3, 4])
+    load = Move(ids, (), blocks, 0, len(tokens), [packed(keys)], promise.promised)
+    rank.worker.begin(StepOrders(1000, 0, loads=[load]))
+    assert rank.engine.stats()["pins"] == 2
+    rank.worker.start_load(False)
+    rank.worker.end()
+    assert rank.worker.invalid_blocks() == set()
+    engine.at_rest()
+    require_rest(owner)
+    scheduler.close()
     engine.close()
