@@ -6,8 +6,9 @@ import gc
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,8 @@ class Engine:
         requests = [
             {"prompt_token_ids": ids} | ({} if salt is None else {"cache_salt": salt}) for ids in prompts
         ]
+        if is_old():
+            self._take_results()
         outputs = self.llm.generate(requests, parameters, use_tqdm=False, **extra)
         return [_answer(output) for output in outputs]
 
@@ -175,6 +178,11 @@ class Engine:
     def run_out(self) -> None:
         """Take the steps that vLLM's own loop takes when the last request has ended."""
         while self.core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
+    def _take_results(self) -> None:
+        """Take the results of steps after the last answer: 0.22 loses the hits that it counts with these."""
+        while hasattr(self.llm.llm_engine.engine_core, "engine_core") and self.core.batch_queue:
             self.llm.llm_engine.step()
 
     def forget(self) -> None:
@@ -303,6 +311,41 @@ def schedule_ahead() -> None:
 
     keeping.schedules_ahead = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = classmethod(keeping)
+    if is_old():
+        do_without_streams()
+
+
+def is_old() -> bool:
+    """Whether this vLLM cannot schedule ahead on the CPU by itself: so 0.20 to 0.22."""
+    return find_spec("vllm.v1.worker.cpu") is None
+
+
+class NoStream:
+    """In place of a stream or an event, where a processor does one thing after the other."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None: ...
+
+    def __enter__(self) -> NoStream:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def do_without_streams() -> None:
+    """Have vLLM copy the results of a step without CUDA's streams, as 0.32 does on the CPU by itself."""
+    import torch
+    from vllm.v1.worker import cpu_model_runner
+
+    for name in ("Event", "Stream", "current_stream", "stream"):
+        setattr(torch.cuda, name, NoStream)
+    torch.Event = NoStream
+    cpu_model_runner._torch_cuda_wrapper = nullcontext  # its own placeholders cannot wait
 
 
 def end_groups() -> None:
