@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lwkv.errors import LwkvError
@@ -39,6 +39,7 @@ class HybridSteps:
         """Announce a step. Raises as LayerSteps.begin, and then nothing is announced."""
         self._loads: list[list[KeyedSlots | None]] = self._engine.loads_of(loads)
         self._num_loads = len(loads)
+        self._loaded: list[bool] | None = None
         self._result: HybridResult | None = None
         try:
             for steps, wanted, saved in zip(
@@ -71,10 +72,22 @@ class HybridSteps:
         if number is not None:
             self._steps[number].save_kv_layer(layer)
 
+    def wait_for_loads(self, unwaited: Iterable[str] = ()) -> list[bool]:
+        """End the step's loads, as `wait_for_save` does before it stores; returns `HybridResult.loaded`.
+
+        Args:
+            unwaited: layers whose hooks come later, which are waited for here.
+        """
+        if self._loaded is None:
+            for layer in unwaited:
+                self.wait_for_layer_load(layer)
+            self._loaded = self._all_loaded()
+        return self._loaded
+
     def wait_for_save(self) -> HybridResult:
         """End the step: make the current stream wait for all that is in flight."""
         if self._result is None:
-            loaded = self._all_loaded()
+            loaded = self.wait_for_loads()
             stored = [steps.wait_for_save(keep=all(loaded)).stored for steps in self._steps]
             self._result = HybridResult(loaded, any(stored))
         return self._result

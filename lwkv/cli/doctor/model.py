@@ -57,7 +57,7 @@ def _rows(model: ModelKinds, config: Config, block_size: int, several: bool) -> 
     if several:
         unless = "" if model.others else ", as long as --disable-hybrid-kv-cache-manager is not set"
         yield "groups of caches", f"several in vLLM{unless}"
-        works = "refused" if model.others else "only ngram works"
+        works = "refused" if model.others else "only ngram and eagle work"
         yield "speculative decoding", f"{works} beside lwkv in vLLM, where caches are in several groups"
     if model.others:
         yield "prefix caching", "only vLLM with --enable-prefix-caching finds states again"

@@ -57,7 +57,8 @@ def test_kinds_chunk_size_and_what_fits_are_shown(monkeypatch: pytest.MonkeyPatc
         "320 MiB where a prompt can go on",
         "full": "8 layers, blocks of 16 tokens with 128 KiB a layer, 64 KiB a token, of all tokens",
         "groups of caches": "several in vLLM, as long as --disable-hybrid-kv-cache-manager is not set",
-        "speculative decoding": "only ngram works beside lwkv in vLLM, where caches are in several groups",
+        "speculative decoding": "only ngram and eagle work beside lwkv in vLLM, where caches are in several "
+        "groups",
         "chunk_size": "chunks have 96 tokens instead of the configured 100: this model's blocks need a "
         "multiple of 16",
         "max_local_cpu_size": "20 GiB hold a prompt of 322,560 tokens where windows are kept alone, 54,613 "

@@ -13,12 +13,12 @@ from lwkv.hybrid import HybridEngine
 from lwkv.integrations.vllm.hybrid.describe import describe_groups
 from lwkv.integrations.vllm.hybrid.groups import CacheGroups, read_groups
 from lwkv.integrations.vllm.hybrid.lower_hits import LowerHits, open_below
-from lwkv.integrations.vllm.hybrid.refusals import can_have_groups, refuse
+from lwkv.integrations.vllm.hybrid.refusals import can_have_groups, refuse, require_drafts
 from lwkv.integrations.vllm.hybrid.scheduler import HybridScheduler
 from lwkv.integrations.vllm.hybrid.worker import HybridWorker
 from lwkv.integrations.vllm.scheduler.side import Role
 from lwkv.integrations.vllm.settings import Settings
-from lwkv.integrations.vllm.worker.caches import Rank
+from lwkv.integrations.vllm.worker.caches import Rank, draft_layers, in_order
 from lwkv.kinds import KindIndex
 from lwkv.platforms import platform_for
 from lwkv.storage.registry import tier_urls
@@ -89,4 +89,7 @@ def make_worker(
     )
     if engine.lower is not None and settings.load_when == "cheaper":
         engine.lower.read_back_first()
-    return HybridWorker(engine, rank.number, settings.load_timeout_s)
+    drafts = draft_layers(vllm_config, in_order(caches))
+    require_drafts(vllm_config, drafts)
+    own = [name for name in in_order(caches) if name not in drafts]
+    return HybridWorker(engine, rank.number, settings.load_timeout_s, drafts=drafts, last_layer=own[-1])

@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 OLDEST = (0, 32)
 """Before this, vLLM ends where a load fails, or gives a block away twice, with several groups."""
 
-WITHOUT_LAYERS = ("ngram",)
-"""Methods of speculative decoding that were tried: they have no layers, and nothing of theirs is cached."""
+WITH_LAYERS = ("eagle",)
+"""Methods of speculative decoding that were tried whose layers are cached."""
+TRIED_DRAFTS = ("ngram", *WITH_LAYERS)
 
 
 def can_have_groups(version: str) -> bool:
@@ -40,6 +41,16 @@ def refuse(settings: Settings, vllm_config: Any, has_states: bool = False) -> No
         raise ConfigError(refusal(problems, has_states))
     if settings.load_when == "cheaper":
         log.info("with several groups of KV caches all that is found in host memory is loaded")
+
+
+def require_drafts(vllm_config: Any, drafts: Sequence[str]) -> None:
+    """Raise ConfigError for a draft model none of whose layers is known: its stores would end before it."""
+    method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
+    if method in WITH_LAYERS and not drafts:
+        raise ConfigError(
+            f"speculative decoding by {method!r}: no layer of the draft model has a number behind those of "
+            f"the model itself; leave the draft model out, or {ONE_GROUP}"
+        )
 
 
 def settings_problems(config: Config) -> list[str]:
@@ -62,10 +73,10 @@ def _of_vllm(vllm_config: Any, has_states: bool) -> Iterator[str]:
             f"speculative decoding, here by {method!r}, cannot be used: a step leaves a state for each token "
             "that it tries, and vLLM does not report which of them it keeps"
         )
-    elif drafts is not None and method not in WITHOUT_LAYERS:
+    elif drafts is not None and method not in TRIED_DRAFTS:
         yield (
-            f"speculative decoding, here by {method!r}, cannot be used: a draft model computes when "
-            "a step's stores have been queued, and of other methods only 'ngram' was tried"
+            f"speculative decoding, here by {method!r}, was not tried with several groups of caches; "
+            f"use {' or '.join(map(repr, TRIED_DRAFTS))}, or none"
         )
     if (stages := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) > 1:
         yield f"pipeline_parallel_size: got {stages}, which was not tried; set it to 1"

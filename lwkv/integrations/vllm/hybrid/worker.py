@@ -50,6 +50,9 @@ class HybridWorker:
     Args:
         timeout_s: how long a load apart from a step may take before the model is made to wait for it.
         clock: seconds.
+        drafts: names of the layers of a draft model, in the order in which it calls them: it computes when
+            a step's loads have ended, and before its stores do.
+        last_layer: the name of the last of the model's own layers; of no meaning without drafts.
     """
 
     def __init__(
@@ -58,8 +61,12 @@ class HybridWorker:
         rank: int,
         timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        drafts: Collection[str] = (),
+        last_layer: str = "",
     ) -> None:
         self.engine = engine
+        self._drafts, self._last_layer = drafts, last_layer
+        self._is_waited_for = False
         self.info = HybridInfo(
             rank,
             engine.chain_name,
@@ -77,7 +84,7 @@ class HybridWorker:
         self._orders = HybridOrders(0)
         self._pins: dict[int, Pin | None] = {}
         self._pinned: dict[int, bool] = {}
-        self._ended = True
+        self._loads_ended = self._ended = True
         self._num_failed = 0
         self._is_loaded_apart = True
         self._failed_to_report: list[str] = []
@@ -97,7 +104,8 @@ class HybridWorker:
         """Take the orders of a step, the same ones any number of times; the one before has ended."""
         if orders is self._orders:
             return
-        self._orders, self._ended, self._is_loaded_apart = orders, False, False
+        self._orders, self._is_loaded_apart = orders, False
+        self._loads_ended = self._ended = self._is_waited_for = False
         for number in orders.released:
             self._release(number)
         self._fetch(orders)
@@ -135,6 +143,7 @@ class HybridWorker:
     def wait_for_layer(self, name: str) -> None:
         """Make the model wait for the loads of a layer."""
         if not self._ended:
+            self._is_waited_for |= name == self._last_layer
             self._steps.wait_for_layer_load(name)
 
     def save_layer(self, name: str) -> None:
@@ -144,21 +153,20 @@ class HybridWorker:
 
     def end(self) -> None:
         """End the step: what it stores is on its way."""
-        if self._ended:
-            return
-        self._ended = True
-        self._load_apart()
-        if self._orders.is_timed:
-            self._timed_step = self._orders.step
-        loaded, _ = self._steps.wait_for_save()
-        self._num_failed += sum(not is_there for is_there in loaded)
+        if not self._ended:
+            self._end_loads()
+            self._ended = True
+            self._steps.wait_for_save()
 
     def invalid_blocks(self) -> set[int]:
-        """None. Ends the step.
+        """None. Ends the step, or, where a draft model is still to compute, its loads.
 
         Raises LwkvError where a load has failed.
         """
-        self.end()
+        if self._drafts:
+            self._end_loads()
+        else:
+            self.end()
         if self._num_failed:
             raise LwkvError(
                 f"{self._num_failed} loads that lwkv had promised have failed, and vLLM cannot compute again "
@@ -239,6 +247,18 @@ class HybridWorker:
             log.exception("a step's stores cannot be carried out: nothing is stored in it")
             self._counters.add("stores_dropped", len(stores))
             self._steps.begin(loads, ())
+
+    def _end_loads(self) -> None:
+        """End the step's loads, those of a draft model's layers too."""
+        if self._loads_ended:
+            return
+        self._loads_ended = True
+        self._load_apart()
+        if self._orders.is_timed:
+            self._timed_step = self._orders.step
+        # Not where the model's own hooks stayed out: then nothing of the step can be trusted.
+        loaded = self._steps.wait_for_loads(self._drafts if self._is_waited_for else ())
+        self._num_failed += sum(not is_there for is_there in loaded)
 
     def _load_apart(self) -> None:
         """Begin to load for requests that are not in the step, behind what it has queued by now."""

@@ -100,7 +100,7 @@ def describe(
     """
     _refuse_parallel(vllm_config.parallel_config)
     specs = _specs_of(caches, layer_specs(only_group(kv_cache_config)))
-    ordered = dict(sorted(caches.items(), key=lambda item: _layer_numbers(item[0])))
+    ordered = {name: caches[name] for name in in_order(caches)}
     blocks = int(kv_cache_config.num_blocks)
     kv_specs = {name: _kv_spec(specs[name], cache, blocks) for name, cache in ordered.items()}
     first = next(iter(kv_specs.values()))
@@ -113,6 +113,11 @@ def describe(
         hints: LayoutHints = {"specs": kv_specs, "layout": "opaque", "opaque_tag": _cpu_tag(version)}
         return Description(halves, metadata, hints)
     return Description(ordered, metadata, {"specs": kv_specs})
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Layers as a model calls them, by the numbers in their names."""
+    return sorted(names, key=_layer_numbers)
 
 
 def draft_layers(vllm_config: Any, names: Iterable[str]) -> list[str]:

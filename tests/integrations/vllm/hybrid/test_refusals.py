@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lwkv.errors import ConfigError
-from lwkv.integrations.vllm.hybrid.refusals import can_have_groups, refuse
+from lwkv.integrations.vllm.hybrid.refusals import can_have_groups, refuse, require_drafts
 from lwkv.integrations.vllm.settings import Settings
 
 
@@ -33,7 +33,7 @@ def test_settings_that_need_one_group_are_named_with_what_to_do(settings: dict[s
 def test_all_that_cannot_be_used_is_told_at_once() -> None:
     wrong = Settings(save_unfull_chunk=True, page_codec="fp8")
     with pytest.raises(ConfigError) as error:
-        refuse(wrong, vllm_config(speculative_config=SimpleNamespace(method="eagle")))
+        refuse(wrong, vllm_config(speculative_config=SimpleNamespace(method="mtp")))
     first, *problems, last = str(error.value).splitlines()
     assert "several groups of KV caches" in first
     assert [line.split(":")[0].split(",")[0] for line in problems] == [
@@ -47,7 +47,7 @@ def test_all_that_cannot_be_used_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "here by 'eagle', cannot be used: a draft"),
+        ({"speculative_config": SimpleNamespace(method="mtp")}, "here by 'mtp', was not tried"),
         ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline_parallel_size"),
         ({"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}, "enable_kv_cache_events"),
     ],
@@ -57,8 +57,17 @@ def test_features_of_vllm_that_were_not_tried_are_named(more: dict[str, Any], te
         refuse(Settings(), vllm_config(**more))
 
 
-def test_drafts_out_of_the_prompt_have_no_layers_and_are_not_refused() -> None:
-    refuse(Settings(), vllm_config(speculative_config=SimpleNamespace(method="ngram")))
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_ways_to_draft_that_were_tried_are_not_refused(method: str) -> None:
+    refuse(Settings(), vllm_config(speculative_config=SimpleNamespace(method=method)))
+
+
+def test_a_draft_model_whose_layers_are_not_known_is_refused() -> None:
+    drafts = vllm_config(speculative_config=SimpleNamespace(method="eagle"))
+    require_drafts(drafts, ["model.layers.6"])
+    require_drafts(vllm_config(), [])
+    with pytest.raises(ConfigError, match="'eagle': no layer of the draft model"):
+        require_drafts(drafts, [])
 
 
 def test_speculative_decoding_beside_states_is_refused_with_its_own_reason() -> None:
