@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from integrations.in_vllm import models
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import Engine, prompt, sampling, with_lwkv
+from integrations.in_vllm.rig import Engine, is_old, prompt, sampling, with_lwkv
 
 REQUESTS_A_MINUTE = 120
 MOST_TOGETHER = 6
@@ -188,6 +188,8 @@ def ask_while_loads_fail(engine: Engine, seed: str, most: int) -> Result:
 def test_random_requests_whose_loads_fail_are_answered_as_without_lwkv(
     name: str, talking_llama: Path, computed: Elsewhere, minutes: float, tmp_path: Path
 ) -> None:
+    if name == "drafts ahead" and is_old():
+        pytest.skip("vLLM 0.22 fails such requests: it counts what is under way without drafts")
     arguments = TIGHT | ENGINES[name]
     if arguments.get("speculative_config") is EAGLE:
         eagle = models.written(models.write_eagle, tmp_path, talking_llama)
