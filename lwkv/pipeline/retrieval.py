@@ -58,7 +58,7 @@ class BatchRetrieval:
         reached: the layer of the last `advance`: it is queued, if it is there, and the one before waited for.
     """
 
-    is_open = _closed = _is_apart = False
+    is_open = _closed = _is_apart = _is_expected = False
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class BatchRetrieval:
         self._within_s = within_s
         self._pinned = list(pinned) or [None] * len(requests)
         if any(self._pinned):
-            context.completions.expect(self)
+            self._expect_end()
         self._held: list[HeldRequest] = []
         self._moved: list[int] | None = None
         self._load: Load | None = None
@@ -100,7 +100,7 @@ class BatchRetrieval:
                 pinned, self._pinned[number] = self._pinned[number], None
                 self._held.append(self._hold(request, number in self._in_host, until, pinned))
             if self._holds_any():
-                self._context.completions.expect(self)
+                self._expect_end()
             self._tier_pages = TierPages(self._context, [held.hold for held in self._held], until)
             # Which chunks are not lost.
             self._alive = np.ones(sum(len(held.hold.found) for held in self._held), bool)
@@ -200,8 +200,14 @@ class BatchRetrieval:
         except DEVICE_FAILURES as error:
             failure = error
         finally:
-            if self._holds_any() or any(self._pinned):
+            # Also where of what was pinned nothing is held: the thread stays until then.
+            if self._is_expected or self._holds_any():
                 self._context.completions.submit(partial(self._end, failure), self)
+
+    def _expect_end(self) -> None:
+        """Have the thread that ends batches stay until this one has ended."""
+        self._is_expected = True
+        self._context.completions.expect(self)
 
     def _end(self, failure: BaseException | None) -> None:
         """Give pages and tables back once the device is past them, or fails."""

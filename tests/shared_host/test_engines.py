@@ -110,6 +110,22 @@ def test_chunks_that_were_pinned_before_a_load_are_given_back_however_it_ends(
         require_rest(engine)
 
 
+def test_a_load_of_pinned_chunks_of_which_none_is_there_does_not_keep_a_closed_engine_s_thread(
+    oracle: Oracle,
+) -> None:
+    with oracle.engine(CHUNK) as engine:
+        store(oracle, engine, prompt(1, LENGTH), run_slots(0, LENGTH))
+        host, names = engine.parts().storage.host, engine.keys(prompt(1, LENGTH))
+        pinned, slots = [None, *host.pin(names[1:])], np.array(run_slots(16, LENGTH))
+        batch = engine.retrieval([KeyedSlots(names, slots)], pinned=[pinned])
+        assert batch.open() == [0]
+        batch.close()
+        require_rest(engine)
+        thread = engine.parts().completions
+    thread.join(LONG_S)
+    assert not thread._thread.is_alive()
+
+
 def test_another_process_finds_what_was_stored_and_a_restarted_engine_finds_its_own(
     oracle: Oracle, owner: OwnerThread, path: Path
 ) -> None:
