@@ -82,7 +82,9 @@ def _preempting(handle: Callable[..., set[str]]) -> Callable[..., set[str]]:
             )
             self.recompute_kv_load_failures = False
         # vLLM looks at requests that wait for a load as well, which may share such blocks.
-        failed = handle(self, found.blocks, num_scheduled_tokens) | found.requests
+        named = handle(self, found.blocks, num_scheduled_tokens)
+        # None that has ended: up to 0.22, vLLM ends where it is to fail one that it does not know.
+        failed = named | {request.request_id for request in _known(self, found.requests)}
         _evict(self, invalid_block_ids, found, tables)
         if self.recompute_kv_load_failures:
             _preempt(self, failed)
