@@ -76,6 +76,8 @@ def make_worker(
     """A worker's half. Raises ConfigError for models and settings that are not handled."""
     groups = read_groups(kv_cache_config, settings.chunk_size, caches)
     refuse(settings, vllm_config, groups.has_states)
+    drafts = draft_layers(vllm_config, in_order(caches))
+    require_drafts(vllm_config, drafts)
     described = describe_groups(vllm_config, kv_cache_config, caches, rank, version, groups)
     device = next(iter(caches.values())).device
     engine = HybridEngine(
@@ -89,7 +91,5 @@ def make_worker(
     )
     if engine.lower is not None and settings.load_when == "cheaper":
         engine.lower.read_back_first()
-    drafts = draft_layers(vllm_config, in_order(caches))
-    require_drafts(vllm_config, drafts)
     own = [name for name in in_order(caches) if name not in drafts]
     return HybridWorker(engine, rank.number, settings.load_timeout_s, drafts=drafts, last_layer=own[-1])
