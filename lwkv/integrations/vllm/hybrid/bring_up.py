@@ -12,7 +12,8 @@ import torch
 from lwkv.hybrid import HybridEngine
 from lwkv.integrations.vllm.hybrid.describe import describe_groups
 from lwkv.integrations.vllm.hybrid.groups import CacheGroups, read_groups
-from lwkv.integrations.vllm.hybrid.lower_hits import LowerHits, open_below
+from lwkv.integrations.vllm.hybrid.lower_hits import LowerHits
+from lwkv.integrations.vllm.hybrid.rank_tiers import open_below
 from lwkv.integrations.vllm.hybrid.refusals import can_have_groups, refuse, require_drafts
 from lwkv.integrations.vllm.hybrid.scheduler import HybridScheduler
 from lwkv.integrations.vllm.hybrid.worker import HybridWorker

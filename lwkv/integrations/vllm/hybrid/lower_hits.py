@@ -10,43 +10,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lwkv.config.settings import Config
-from lwkv.hybrid.lower_kinds import tier_setup
-from lwkv.integrations.vllm.hybrid.kind_places import (
-    KindChunk,
-    KindPlaces,
-    RankPlaces,
-    find_places,
-    rank_places,
-)
+from lwkv.integrations.vllm.hybrid.boundary_fetches import BoundaryFetches
+from lwkv.integrations.vllm.hybrid.kind_places import KindPlaces, find_places
 from lwkv.integrations.vllm.hybrid.orders import HybridOrders
+from lwkv.integrations.vllm.hybrid.rank_tiers import RankTiers
 from lwkv.integrations.vllm.hybrid.reports import HybridInfo, HybridReport
 from lwkv.integrations.vllm.scheduler.lookup.costs import Costs
-from lwkv.integrations.vllm.scheduler.lookup.index import Below, RankKeys
+from lwkv.integrations.vllm.scheduler.lookup.index import Below
 from lwkv.integrations.vllm.scheduler.lookup.look_ups import LookUps
-from lwkv.integrations.vllm.scheduler.lookup.patience import Wait
 from lwkv.integrations.vllm.scheduler.lookup.step_costs import StepCosts
-from lwkv.integrations.vllm.scheduler.lookup.tier_lookup import open_lookups
-from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads, Wanted
-from lwkv.keys import ChunkKey
+from lwkv.integrations.vllm.scheduler.lookup.waiting_loads import WaitingLoads
 from lwkv.kinds import Kind, KindIndex
-from lwkv.storage.tier import HOST
 from lwkv.telemetry.counters import Counters
 from lwkv.telemetry.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankTiers:
-    """A rank, and its lower tiers as the scheduler reaches them."""
-
-    info: HybridInfo
-    below: Below
-
-    @property
-    def namespaces(self) -> dict[int, str]:
-        return {number: kind.namespace for number, kind in self.info.kinds.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -96,23 +74,19 @@ class LowerHits:
     ) -> None:
         self._kinds, self._size, self._index = kinds, chunk_size, index
         self._clock = clock
-        self._open_below = open_below
         self._counters, self._timeout_s = counters, timeout_s
         self._throttle = LogThrottle(log, clock)
-        self._ranks: dict[int, RankTiers] = {}
+        self._ranks = RankTiers(open_below)
         self._asked: dict[str, Asked] = {}
         self._look_ups = LookUps()
         self._costs = Costs(chunk_size, layerwise, clock) if compares_costs else None
         self._step_costs = StepCosts(self._costs, counters)
         self._waiting = WaitingLoads(num_ranks, timeout_s, counters, clock)
+        self._fetches = BoundaryFetches(index, self._ranks, self._waiting, self._costs, clock)
 
     def introduce(self, info: HybridInfo) -> None:
         """Learn of a rank. Raises ConfigError where its tiers cannot be opened."""
-        known = self._ranks.get(info.rank)
-        if known is None or known.info != info:
-            if known is not None:
-                known.below.close()
-            self._ranks[info.rank] = RankTiers(info, self._open_below(info))
+        self._ranks.introduce(info)
 
     def waits(self, request: Any, hashes: Sequence[bytes], num_local: int) -> bool:
         """Whether a request has to wait: its chunks are looked up in lower tiers, or are being brought.
@@ -124,7 +98,7 @@ class LowerHits:
         asked = self._asked.setdefault(request_id, Asked(self._clock()))
         if not asked.is_decided and not self._decide(request, asked, hashes, num_local):
             return True
-        if self._waiting.waits(request_id, self._most_room()):
+        if self._waiting.waits(request_id, self._ranks.most_room):
             return True
         self._note_wait(request_id)
         return False
@@ -155,9 +129,9 @@ class LowerHits:
 
     def learn(self, report: HybridReport) -> None:
         """Take over what a rank has read, and fetched."""
-        found, rank = report.of_lower_tiers(), self._ranks.get(report.info.rank)
-        if report.unread is not None and rank is not None:
-            rank.below.leave_alone(report.unread)
+        found = report.of_lower_tiers()
+        if report.unread is not None:
+            self._ranks.leave_alone(report.info.rank, report.unread)
         self._waiting.learn(found)
         self._step_costs.learn(found)
 
@@ -177,8 +151,7 @@ class LowerHits:
     def close(self) -> None:
         """Close the tiers."""
         self._look_ups.close()
-        for rank in self._ranks.values():
-            rank.below.close()
+        self._ranks.close()
 
     def _decide(self, request: Any, asked: Asked, hashes: Sequence[bytes], num_local: int) -> bool:
         """Have a boundary brought, or none; False while it is not known yet where the chunks are."""
@@ -191,7 +164,7 @@ class LowerHits:
         if answer.done() and not answer.cancelled():
             failure = answer.exception()
             if failure is None:
-                self._begin(request, asked, answer.result(), num_local)
+                self._fetches.begin(request.request_id, answer.result(), num_tokens, num_local, asked.since)
             else:
                 self._counters.add("look_ups_failed")
                 self._throttle.warn("a look-up in lower tiers failed, and nothing is loaded: %r", failure)
@@ -206,7 +179,7 @@ class LowerHits:
     def _look_up(self, hashes: Sequence[bytes], num_tokens: int) -> Future[KindPlaces]:
         """Find out where the chunks are, on another thread."""
         hashes = [*hashes[: max(num_tokens - 1, 0) // self._size]]  # the list may grow meanwhile
-        ranks = [self._places_of(rank, hashes) for rank in self._ranks.values()]
+        ranks = self._ranks.places(self._index, hashes)
         return self._look_ups.begin(partial(find_places, self._kinds, self._size, hashes, ranks))
 
     def _is_late(self, asked: Asked, num_tokens: int) -> bool:
@@ -214,110 +187,8 @@ class LowerHits:
         limit = self._timeout_s if self._costs is None else self._costs.look_up_s(num_tokens)
         return self._clock() - asked.since >= limit
 
-    def _places_of(self, rank: RankTiers, hashes: Sequence[bytes]) -> RankPlaces:
-        return rank_places(self._index, rank.info.rank, rank.below, rank.namespaces, hashes)
-
-    def _begin(self, request: Any, asked: Asked, places: KindPlaces, num_local: int) -> None:
-        """Have the boundary brought that is worth waiting for, if there is any."""
-        num_tokens = int(request.num_tokens)
-        at_once = self._index.boundary(places.hashes, num_tokens, num_local)
-        possible = [
-            boundary
-            for boundary in places.boundaries(num_tokens, num_local)
-            if boundary > at_once and self._room(places, boundary, num_local) <= self._most_room()
-        ]
-        if not possible:
-            return
-        self._follow(places)
-        ends = [at_once, *possible]
-        boundary, wait = self._choose(places, ends, num_local, num_tokens, asked.since)
-        if boundary == at_once or (wait is not None and wait.is_over(self._clock())):
-            return
-        wanted = [
-            self._wanted(places, number, chunks) for number, chunks in places.needed(boundary, num_local)
-        ]
-        self._waiting.begin_all(request.request_id, wanted, self._most_room(), asked.since, wait)
-        if wait is not None:
-            log.debug(
-                "request %s waits for %d chunks: %s", request.request_id, wait.num_wanted, wait.estimates
-            )
-
-    def _choose(
-        self, places: KindPlaces, ends: Sequence[int], num_local: int, num_tokens: int, since: float
-    ) -> tuple[int, Wait | None]:
-        """The end to wait for, the first one for none, and for how long."""
-        if self._costs is None:
-            return ends[-1], None
-        below = [[*places.below_host(end, num_local)] for end in ends[1:]]
-        brought = [[], *([(each.tier, self._size_of(each)) for each in chunks] for chunks in below)]
-        choice = self._costs.choose_end(ends, brought, num_local, num_tokens, self._waiting.num_coming)
-        if choice.measures:
-            self._measure(places, below[-1][0])
-        if not choice.num_chunks or choice.patience is None:
-            return ends[0], None
-        chunks = below[choice.num_chunks - 1]
-        is_there = partial(self._is_there, places.hashes, chunks)
-        wait = Wait(choice.patience, is_there, 0, [each.tier for each in chunks], since)
-        if wait.is_over(self._clock()):
-            self._measure(places, chunks[0])
-        return ends[choice.num_chunks], wait
-
-    def _is_there(self, hashes: Sequence[bytes], chunks: Sequence[KindChunk], number: int) -> bool:
-        each = chunks[number]
-        return self._index.is_everywhere(each.kind, hashes[each.chunk])
-
-    def _measure(self, places: KindPlaces, first: KindChunk) -> None:
-        """Read a few chunks of a tier, to learn how fast it is."""
-        keys = self._keys(first.kind, places.hashes[: first.chunk + 1])
-        self._waiting.measure(keys, first.chunk, self._most_room(), first.tier, self._pages(first.kind))
-
     def _note_wait(self, request_id: str) -> None:
         """Note where a wait was cut short, and which tiers did not bring what was waited for."""
         wait = self._waiting.cut_short(request_id)
         if wait is not None and self._costs is not None:
             self._costs.came_late(wait.tiers_missing, wait.moved_at)
-
-    def _wanted(self, places: KindPlaces, number: int, chunks: range) -> Wanted:
-        """What is to be fetched of a kind. Tiers learn of full attention from a prompt's first chunk on."""
-        if self._kinds[number].form == "full":
-            keys = self._keys(number, places.hashes[: chunks.stop])
-            return Wanted(keys, chunks.start, chunks.stop, self._pages(number))
-        keys = self._keys(number, places.hashes[chunks.start : chunks.stop])
-        return Wanted(keys, 0, len(chunks), self._pages(number))
-
-    def _follow(self, places: KindPlaces) -> None:
-        """Let tiers know that a prompt's chunks are about to be used: they may wait long for their turn."""
-        for kind, own in enumerate(places.tiers):
-            below = [chunk for chunk, tier in enumerate(own) if tier not in (None, HOST)]
-            if below and self._kinds[kind].form == "full":
-                for rank in self._ranks.values():
-                    names = rank.namespaces[kind]
-                    rank.below.follow([ChunkKey(names, each) for each in places.hashes[: below[-1] + 1]])
-
-    def _keys(self, kind: int, hashes: Sequence[bytes]) -> RankKeys:
-        """Of each rank, in their order."""
-        names = [self._ranks[rank].namespaces[kind] for rank in sorted(self._ranks)]
-        return [[ChunkKey(name, each) for each in hashes] for name in names]
-
-    def _room(self, places: KindPlaces, boundary: int, num_local: int) -> int:
-        """Pages of all that is needed at a boundary."""
-        needed = places.needed(boundary, num_local)
-        return sum(len(chunks) * self._pages(number) for number, chunks in needed)
-
-    def _most_room(self) -> int:
-        """Pages that may be on their way, or pinned for waiting requests, at a time."""
-        return min(rank.info.max_pages for rank in self._ranks.values()) // 2
-
-    def _pages(self, kind: int) -> int:
-        return max(rank.info.kinds[kind].num_pages for rank in self._ranks.values())
-
-    def _size_of(self, each: KindChunk) -> float:
-        """How much a chunk is of a usual one."""
-        info = next(iter(self._ranks.values())).info
-        return info.kinds[each.kind].num_pages / info.usual_pages
-
-
-def open_below(config: Config, info: HybridInfo) -> Below:
-    """Open a rank's lower tiers a second time, for look-ups. Raises ConfigError."""
-    kinds = [*info.kinds.values()]
-    return open_lookups(tier_setup(config, kinds, info.page_bytes, info.page_format, Counters()))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from integrations.vllm.hybrid import test_worker, test_worker_states
 from integrations.vllm.hybrid.test_worker import prompt
 
 from lwkv.integrations.vllm.hybrid.groups import CacheGroups
-from lwkv.integrations.vllm.hybrid.lower_hits import LowerHits, open_below
-from lwkv.integrations.vllm.hybrid.reports import HybridInfo
+from lwkv.integrations.vllm.hybrid.lower_hits import LowerHits
+from lwkv.integrations.vllm.hybrid.rank_tiers import open_below
 from lwkv.integrations.vllm.hybrid.scheduler import HybridScheduler
 from lwkv.integrations.vllm.hybrid.worker import HybridWorker
 from lwkv.integrations.vllm.scheduler.side import Role
@@ -276,25 +275,3 @@ def test_a_look_up_that_does_not_end_is_waited_for_as_long_as_anything(
     monkeypatch.setattr("lwkv.integrations.vllm.hybrid.lower_hits.find_places", lambda *_: goes_on.wait(20.0))
     assert here.now.ask(tokens) == 0
     goes_on.set()
-
-
-def test_tiers_of_a_rank_that_has_changed_are_closed_and_others_opened() -> None:
-    class Tiers:
-        num_closed = 0
-
-        def close(self) -> None:
-            self.num_closed += 1
-
-    opened = list[Tiers]()
-
-    def open_tiers(_: object) -> Any:
-        opened.append(Tiers())
-        return opened[-1]
-
-    kinds, _, chunk = WINDOWS
-    hits = LowerHits(kinds, chunk, KindIndex(kinds, chunk, 1), 1, Counters(), TIMEOUT_S, open_tiers)
-    for max_pages in (3, 3, 4):
-        hits.introduce(HybridInfo(0, "chain", chunk, max_pages=max_pages))
-    assert [each.num_closed for each in opened] == [1, 0]
-    hits.close()
-    assert [each.num_closed for each in opened] == [1, 1]
