@@ -171,9 +171,13 @@ class Engine:
         """Go on until a request has ended; the answers of all that have ended meanwhile, by name."""
         answers: dict[str, Answer] = {}
         while name not in answers:
-            ended = [output for output in self.llm.llm_engine.step() if output.finished]
-            answers |= {output.request_id: _answer(output) for output in ended}
+            answers |= self.step()
         return answers
+
+    def step(self) -> dict[str, Answer]:
+        """Take one step; the answers of all that have ended with it, by name."""
+        ended = [output for output in self.llm.llm_engine.step() if output.finished]
+        return {output.request_id: _answer(output) for output in ended}
 
     def run_out(self) -> None:
         """Take the steps that vLLM's own loop takes when the last request has ended."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import vllm
 from integrations.in_vllm import models
+from integrations.in_vllm.hybrid_soak import Prompts
 from integrations.in_vllm.reference import Elsewhere
 from integrations.in_vllm.rig import CHUNK, Engine, assert_same, prompt, started, with_lwkv
-from integrations.in_vllm.test_hybrid_soak import Prompts
 from kinds.kind_strategies import largest_boundary
 from storage.servers import Server, any_server_program, redis_server, running, tell
 
@@ -121,7 +121,7 @@ def oracle(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
     scheduler = engine.scheduler
     hashes = engine_hashes(engine, ids)
     kinds, index = scheduler._groups.kinds, scheduler._index
-    ranks = [scheduler._lower._places_of(rank, hashes) for rank in scheduler._lower._ranks.values()]
+    ranks = scheduler._lower._ranks.places(index, hashes)
     places = find_places(kinds, CHUNK, hashes, ranks)
     everywhere = [np.array([tier is not None for tier in own], bool) for own in places.tiers]
     in_host = [np.array([index.is_everywhere(n, h) for h in hashes], bool) for n in range(len(kinds))]

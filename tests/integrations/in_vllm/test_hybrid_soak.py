@@ -7,18 +7,16 @@ was found.
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import vllm
 from integrations.in_vllm import models
+from integrations.in_vllm.hybrid_soak import Prompts, Watched, at_rest
 from integrations.in_vllm.reference import Elsewhere
-from integrations.in_vllm.rig import CHUNK, Engine, assert_same, prompt, started, with_lwkv
-from kinds.kind_strategies import largest_boundary
+from integrations.in_vllm.rig import Engine, assert_same, started, with_lwkv
 
 from lwkv.integrations.vllm.hybrid.refusals import can_have_groups
 
@@ -27,7 +25,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROMPTS_A_MINUTE = 80
-MOST_TOKENS = 640
 MODELS: dict[str, tuple[Any, ...]] = {
     "gemma 3": (models.write_gemma, 64, "wwf" * 2),
     "gpt-oss": (models.write_gpt_oss, 128),
@@ -49,87 +46,6 @@ TIGHT = {
     "max_num_batched_tokens": 200,
     "max_num_seqs": 4,
 }
-
-
-class Prompts:
-    """Turns of conversations that begin with shared documents, grow, and are left."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._open: list[list[int]] = []
-        self._seed = seed * 100_000
-
-    def next_batch(self) -> list[list[int]]:
-        return [self._next() for _ in range(self._random.randint(1, 4))]
-
-    def _next(self) -> list[int]:
-        if len(self._open) < 6 or self._random.random() < 0.2:
-            self._open.append(prompt(self._random.randrange(4), self._random.randrange(0, 400)))
-            self._open = self._open[-8:]
-        number = self._random.randrange(len(self._open))
-        self._seed += 1
-        turn = self._open[number] + prompt(self._seed, self._random.randrange(1, 150))
-        self._open[number] = turn
-        if len(turn) > MOST_TOKENS - 150:
-            self._open.pop(number)
-        return turn[:MOST_TOKENS]
-
-
-class Watched:
-    """What an engine's scheduler finds and stores, each look-up compared with the rule by trying everything.
-
-    Attributes:
-        seen: how often something was found, promised and not allocated in the same step, and loaded.
-        wanted: by the number of a kind that is not full, all chunks that some stored boundary needs.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._scheduler = engine.scheduler
-        self._groups = self._scheduler._groups
-        self._promised: set[str] = set()
-        self.seen: Counter[str] = Counter()
-        self.wanted: dict[int, set[bytes]] = {}
-        self._boundary, self._matched = (
-            self._scheduler._index.boundary,
-            self._scheduler.num_new_matched_tokens,
-        )
-        self._orders = self._scheduler.orders
-        self._scheduler._index.boundary = self.boundary
-        self._scheduler.num_new_matched_tokens = self.matched
-        self._scheduler.orders = self.orders
-
-    def boundary(self, hashes: Sequence[bytes], num_tokens: int, local: int = 0) -> int:
-        found: int = self._boundary(hashes, num_tokens, local)
-        index, kinds = self._scheduler._index, self._groups.kinds
-        flags = [
-            np.array([chunk in index._everywhere[n] for chunk in hashes], bool) for n in range(len(kinds))
-        ]
-        assert found == largest_boundary(kinds, CHUNK, num_tokens, local, flags)
-        self.seen["looked up"] += 1
-        self.seen["found"] += found > local
-        return found
-
-    def matched(self, request: Any, num_local: int) -> int | None:
-        answer: int | None = self._matched(request, num_local)
-        if answer:
-            self.seen["promised and not allocated at once"] += request.request_id in self._promised
-            self._promised.add(request.request_id)
-        return answer
-
-    def orders(self, output: Any) -> Any:
-        found = self._orders(output)
-        self.seen["loaded"] += len(found.loads)
-        self._promised -= set(output.num_scheduled_tokens)
-        for store in found.stores:
-            hashes = store.hashes.apart()
-            for number, kind in enumerate(self._groups.kinds):
-                if kind.form != "full":
-                    self.wanted.setdefault(number, set()).update(
-                        hashes[chunk]
-                        for boundary in store.boundaries
-                        for chunk in range(kind.first_needed(boundary) // CHUNK, boundary // CHUNK)
-                    )
-        return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,28 +99,3 @@ def go(engine: Engine, computed: Elsewhere, most: float, chance: random.Random) 
         if chance.random() < 0.5:
             engine.forget()
     return asked, tokens, cached
-
-
-def at_rest(engine: Engine, watched: Watched) -> None:
-    """Nothing is pinned or under way, and of windows only what boundaries need is kept, in as many bytes."""
-    engine.ask([prompt(1, 3)], 1)  # what is not needed any more is given back with the next step
-    hybrid = engine.worker.engine
-    assert hybrid.flush(30)
-    stats = hybrid.stats()
-    assert (stats["pins"], stats["writes_in_flight"]) == (0, 0)
-    assert "stores_dropped" not in engine.worker._counters.totals()
-    assert stats["pages_in_use"] == stats["page_references"]
-    kept = Counter[int]()
-    for key, unit in hybrid._tier._units.items():
-        kind = hybrid.kinds[key.kind]
-        kept[key.kind] += unit.num_pages
-        if kind.form != "full":
-            assert key.hash in watched.wanted[key.kind]
-        stored = (
-            CHUNK
-            if kind.form != "window"
-            else min(CHUNK, -(-(kind.span - 1) // kind.block_size) * kind.block_size)
-        )
-        page_tokens = hybrid._piece_tokens[key.kind]
-        assert unit.num_pages * page_tokens <= kind.num_layers * stored
-    assert sum(kept.values()) == stats["pages_in_use"]

@@ -93,6 +93,31 @@ def test_two_ranks_load_what_both_have(lfm2: Path) -> None:
         engine.close()
 
 
+def test_what_one_rank_lacks_the_state_of_goes_on_where_both_have_all_kinds(lfm2: Path) -> None:
+    """Of 300 and 200 tokens rank 0 has the states after 96, 192, 288 and 96, 192; rank 1 none behind 192."""
+    settings = with_lwkv()
+    settings["kv_transfer_config"] |= {
+        "kv_connector": "WithoutLateStates",
+        "kv_connector_module_path": "integrations.in_vllm.unequal_ranks",
+    }
+    ranks = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    engine = Elsewhere(
+        lfm2, {}, enable_prefix_caching=True, max_num_batched_tokens=100, max_num_seqs=4, **ranks, **settings
+    )
+    try:
+        hits = []
+        for ids in (prompt(3310, 300), prompt(3311, 200)):
+            computed = engine.call("ask", [ids])
+            for _ in range(2):
+                engine.call("forget")
+                loaded = engine.call("ask", [ids])
+                assert_same(loaded, computed)
+                hits += [loaded[0].cached]
+        assert hits == [192, 192, 192, 192]
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
