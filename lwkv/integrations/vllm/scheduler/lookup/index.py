@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -10,6 +11,7 @@ from itertools import accumulate, islice, pairwise
 from typing import Protocol, TypeAlias
 
 from lwkv.integrations.vllm.reports import RankInfo, RankReport
+from lwkv.integrations.vllm.scheduler.lookup.kept_chunks import KeptChunks
 from lwkv.keys import ChunkKey, chunk_keys
 from lwkv.platforms.protocol import Int64s
 from lwkv.shared_host.protocol import MOST_TAKERS
@@ -43,7 +45,7 @@ class RankChunks:
 
     info: RankInfo
     below: Below | None
-    kept: set[bytes] = field(default_factory=set)
+    kept: KeptChunks
     failed: set[bytes] = field(default_factory=set)
     coming: Set[bytes] = frozenset()
 
@@ -137,7 +139,10 @@ class ChunkIndex:
         known = self._ranks.get(info.rank)
         if known is None or known.info != info:
             self._note(None)
-            self._ranks[info.rank] = RankChunks(info, self._open_below(info) if self._open_below else None)
+            below = self._open_below(info) if self._open_below else None
+            # It reports all that goes from memory of its own.
+            most = info.most_chunks if info.host_name else sys.maxsize
+            self._ranks[info.rank] = RankChunks(info, below, KeptChunks(most))
 
     def learn(self, report: RankReport) -> None:
         """Take over what a rank has, and has not."""
@@ -149,12 +154,12 @@ class ChunkIndex:
             self._note(None)
         elif news := frozenset((*report.kept, *report.dropped, *report.failed)):
             self._note(news)
-        rank.kept.difference_update(report.dropped)
-        rank.kept.update(report.kept)
+        rank.kept.remove(report.dropped)
+        rank.kept.add(report.kept)
         rank.failed.difference_update(report.kept)
         rank.coming = frozenset(report.coming)
         # Last: a chunk that is there and cannot be loaded must not be offered for ever.
-        rank.kept.difference_update(report.failed)
+        rank.kept.remove(report.failed)
         rank.failed.update(report.failed)
 
     def takers(self, keys: RankKeys) -> list[tuple[str, Sequence[ChunkKey]]]:
@@ -180,11 +185,12 @@ class ChunkIndex:
             if known is None:
                 continue
             hashes = [key.hash for key in own]
-            has = {name for name, is_there in zip(hashes, known, strict=False) if is_there} - rank.failed
-            gone = (rank.kept & set(hashes)) - has - rank.coming
-            news |= gone | (has - rank.kept)
-            rank.kept |= has
-            rank.kept -= gone
+            there_now = [name for name, is_there in zip(hashes, known, strict=False) if is_there]
+            has = [name for name in there_now if name not in rank.failed]
+            gone = {name for name in hashes if name in rank.kept}.difference(has, rank.coming)
+            news.update(gone, (name for name in has if name not in rank.kept))
+            rank.kept.remove(gone)
+            rank.kept.add(has)
         if news:
             self._note(frozenset(news))
 
