@@ -53,6 +53,11 @@ class NodePromise(NamedTuple):
     there: Sequence[Sequence[bool] | None]
     promised: Sequence[Promised | None]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its owner is gone, as far as is known: then nobody can load what it holds."""
+        return self.session.connection.is_lost
+
 
 class OwnerPromises:
     """A client of an owner that has no pages. Thread-safe.

@@ -18,6 +18,7 @@ from shared_host.owners import OwnerThread, owner_at
 from shared_host.workers import wait_for
 
 from lwkv.integrations.vllm.orders import NULL_BLOCK, Move, StepOrders, packed
+from lwkv.integrations.vllm.reports import RankReport
 from lwkv.integrations.vllm.scheduler.lookup.promises import KEPT_S
 from lwkv.shared_host.client.promises import OwnerPromises
 
@@ -142,15 +143,15 @@ def test_a_load_of_what_was_promised_sends_no_request_and_announces_none(
         require_rest(owner)
 
 
-def engine_without_blocks(path: Path) -> tuple[Scripted, ScriptedRequest]:
-    """An engine with a request that lacks blocks, whose first two chunks are cached."""
+def engine_without_blocks(path: Path, num_more: int = 0) -> tuple[Scripted, ScriptedRequest]:
+    """An engine with a request that lacks blocks, of two cached chunks and `num_more` that are not."""
     engine = engine_at(path, num_blocks=10, own_cache=False, budget=64)
     tokens = list(range(2 * CHUNK + 3))
     answer_of(engine, "stored", tokens)
     engine.at_rest()
     engine.add(ScriptedRequest("runs", [900 + i for i in range(30)], 4))
     engine.step()
-    waits = ScriptedRequest("waits", tokens, 1)
+    waits = ScriptedRequest("waits", list(range((2 + num_more) * CHUNK + 3)), 1)
     engine.add(waits)
     engine.step()
     assert waits in engine.waiting
@@ -200,6 +201,52 @@ def test_a_promise_is_made_anew_after_a_second_and_used_when_there_are_blocks(pa
         engine.run()
         assert engine.loaded == 2 * CHUNK
         assert engine.answers["waits"] == [expected(list(range(2 * CHUNK + 3)), 1)]
+        engine.at_rest()
+        require_rest(owner)
+        engine.close()
+
+
+def test_what_comes_to_the_memory_while_a_request_waits_for_blocks_is_promised_to_it_too(path: Path) -> None:
+    with owner_at(path, 100 * LAYERS) as owner:
+        engine, waits = engine_without_blocks(path, num_more=1)
+        other = engine_at(path, 1, own_cache=False)
+        answer_of(other, "stored", waits.prompt_token_ids)
+        other.at_rest()
+        assert owner.server.status()["chunks_promised"] == 2
+        rank = engine.ranks[0]
+        third = rank.engine.keys(waits.prompt_token_ids)[2].hash
+        engine.scheduler.index.learn(RankReport(rank.worker.info, 0, kept=[third]))
+        with counting(engine) as asked:
+            engine.step()
+            engine.step()
+        assert waits in engine.waiting
+        assert asked == [0]
+        engine.run()
+        assert (engine.loaded, engine.failed) == (3 * CHUNK, 0)
+        for one in (engine, other):
+            one.at_rest()
+            one.close()
+        require_rest(owner)
+
+
+def test_what_an_owner_has_promised_that_is_gone_is_not_loaded(path: Path) -> None:
+    with owner_at(path, 100 * LAYERS):
+        engine, waits = engine_without_blocks(path)
+        promises = engine.scheduler._promises
+        assert promises is not None
+        assert isinstance(promises._owner, OwnerPromises)
+        now = engine.scheduler.index.clock()
+        engine.scheduler.index.clock = lambda: now  # what is promised stays, but for its owner
+        before, clients = promises._owner.session, (promises._owner, engine.ranks[0].engine._pool)
+    with owner_at(path, 100 * LAYERS) as owner:
+        wait_for(lambda: all(client.session not in (None, before) for client in clients))
+        wait_for(lambda: owner.server.status()["clients"] == 1)
+        with counting(engine) as asked:
+            engine.step()
+        assert waits in engine.waiting
+        assert asked == [0]
+        engine.run()
+        assert (engine.loaded, engine.failed) == (0, 0)
         engine.at_rest()
         require_rest(owner)
         engine.close()

@@ -35,6 +35,7 @@ class OpenPromise:
         made: what the owner said; None where it did not answer.
         first, end: the chunks that were asked for.
         since: when that was.
+        after: changes that the index had learnt by then, or has since without any about these chunks.
         is_asked: whether the request was asked about in this pass of vLLM's scheduler.
     """
 
@@ -42,6 +43,7 @@ class OpenPromise:
     first: int
     end: int
     since: float
+    after: int
     is_asked: bool = True
 
     @property
@@ -74,7 +76,7 @@ class NodePromises:
     def look_up(self, request_id: str, keys: RankKeys, first: int) -> None:
         """Have the chunks of a prompt from number `first` on held, and the index know which there are."""
         before, end = self._open.get(request_id), len(keys[0]) if keys else 0
-        if before is not None and self._still_counts(before, first, end):
+        if before is not None and self._still_counts(before, keys, first, end):
             before.is_asked = True
             return
         self.leave(request_id)
@@ -82,8 +84,8 @@ class NodePromises:
         if not takers:
             return
         made = self._owner.promise(first, takers)
-        self._open[request_id] = OpenPromise(made, first, end, self._index.clock())
         self._index.learn_owner(keys, None if made is None else made.there)
+        self._open[request_id] = OpenPromise(made, first, end, self._index.clock(), self._index.changes)
 
     def num_held(self, request_id: str, chunks: range, in_host: Sequence[bool]) -> int:
         """How many leading ones of `chunks` are held, of those that are in host memory.
@@ -132,8 +134,17 @@ class NodePromises:
         self.clear()
         self._owner.close()
 
-    def _still_counts(self, promise: OpenPromise, first: int, end: int) -> bool:
-        return promise.first <= first and promise.end == end and self._is_young(promise)
+    def _still_counts(self, promise: OpenPromise, keys: RankKeys, first: int, end: int) -> bool:
+        """Whether what was promised to a request is all that can be now, as far as is known."""
+        if promise.first > first or promise.end != end or not self._is_young(promise):
+            return False
+        if promise.made is not None and promise.made.is_over:
+            return False
+        if promise.after != self._index.changes:
+            if self._index.has_news({key.hash for own in keys for key in own}, promise.after):
+                return False
+            promise.after = self._index.changes
+        return True
 
     def _is_young(self, promise: OpenPromise) -> bool:
         return self._index.clock() - promise.since < KEPT_S
