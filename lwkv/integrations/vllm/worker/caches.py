@@ -155,9 +155,20 @@ def _revision(vllm_config: Any) -> str:
     for key in ("quantization", "hf_overrides"):
         if getattr(model, key, None):
             revision += f" {key} {json.dumps(getattr(model, key), sort_keys=True, default=str)}"
+    revision += _drafts(vllm_config)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return f"{revision} with the scales of {uuid4()}"
     return revision
+
+
+def _drafts(vllm_config: Any) -> str:
+    """The draft model, whose layers are cached too; empty where drafts need no weights but the model's."""
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    # vLLM gives ways to draft that have none, and those within the model, the model itself.
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return ""
+    values = {name: getattr(draft, name, None) for name in ("model", "revision", "quantization")}
+    return f" draft {json.dumps(values, sort_keys=True, default=str)}"
 
 
 def _rope(model: Any) -> str:

@@ -234,3 +234,25 @@ def test_how_weights_are_read_is_part_of_the_revision(key: str, value: Any) -> N
         revisions.append(describe(*arguments).metadata.revision)
     assert revisions[:2] == ["", ""]
     assert key in revisions[2]
+
+
+def revision_with(draft: Any) -> str:
+    """Beside a way to draft, whose model's configuration is `draft`; None for no drafts at all."""
+    caches = {name: torch.zeros(BLOCKS, 2, 16, 16) for name in names(1)}
+    config = vllm_config()
+    config.speculative_config = None if draft is None else SimpleNamespace(draft_model_config=draft)
+    arguments = (config, config_of(group(spec(), names(1))), caches, RANK, "0.32.0")
+    return str(describe(*arguments).metadata.revision)
+
+
+def test_what_one_draft_model_keeps_is_not_found_for_another() -> None:
+    """Nor for other weights of the same name: drafts from another model's KV are seldom right."""
+    kinds = [("org/one", None), ("org/other", None), ("org/one", "later")]
+    drafts = [SimpleNamespace(model=model, revision=revision) for model, revision in kinds]
+    assert len({revision_with(draft) for draft in (None, *drafts)}) == 4
+
+
+def test_drafts_without_a_model_of_their_own_find_what_is_stored_without_drafts() -> None:
+    own = vllm_config().model_config
+    ngram = SimpleNamespace(model=own.model, revision=own.revision)
+    assert revision_with(ngram) == revision_with(None) == ""
