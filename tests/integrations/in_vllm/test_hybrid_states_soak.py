@@ -59,8 +59,9 @@ class Shape:
 
     Attributes:
         pages: of host memory. blocks: of vLLM's, so few that requests wait for them, and lose them.
-        steps: how prompts are cut into steps. reference: the same, of the engine without lwkv.
-        step: tokens that a step computes of one prompt that is alone, at most.
+        steps: how prompts are cut into steps.
+        step: tokens that a step computes of one prompt that is alone, at most; 0 for one of vLLM's blocks, of
+            any prompt, also without lwkv. Their size depends on the processor.
     """
 
     write: Callable[[Path], Path]
@@ -71,8 +72,6 @@ class Shape:
     blocks: int
     steps: dict[str, int]
     step: int
-    reference: dict[str, int]
-    answer_in_block: int
     compare: Callable[..., None]
     settings: dict[str, Any]
 
@@ -87,8 +86,6 @@ SHAPES = {
         blocks=40,
         steps={"max_num_batched_tokens": 200, "max_num_seqs": 4},
         step=192,
-        reference={},
-        answer_in_block=0,
         compare=answers_alike,
         settings={"save_decode_cache": True},
     ),
@@ -101,19 +98,18 @@ SHAPES = {
         page_bytes=144 << 10,
         pages=48,
         blocks=16,
-        steps={"max_num_batched_tokens": 4 * 288, "max_num_seqs": 4, "long_prefill_token_threshold": 288},
-        step=288,
-        reference={"max_num_batched_tokens": 288, "max_num_seqs": 1},
-        answer_in_block=288,
+        steps={"max_num_batched_tokens": 2048, "max_num_seqs": 4},
+        step=0,
         compare=answers_alike_to_the_last_bit,
         settings={},
     ),
 }
 
 
-def never_alone(engine: Engine) -> None:
-    """Have vLLM keep to `long_prefill_token_threshold` also for a request that nobody waits for."""
+def cut_at_each(engine: Engine, num_tokens: int) -> None:
+    """Have vLLM compute no more tokens of a prompt in a step, also of one that nobody waits for."""
     scheduler = engine.core.scheduler
+    scheduler.scheduler_config.long_prefill_token_threshold = num_tokens
     counts = scheduler.get_request_counts
     scheduler.get_request_counts = lambda: (counts()[0] + 1, counts()[1])
 
@@ -147,28 +143,32 @@ def test_random_prompts_in_little_memory_are_answered_as_without_lwkv(
     room_gib = shape.pages * shape.page_bytes / 2**30
     small = {"max_local_cpu_size": room_gib, "extra_config": {"slab_bytes": 1 << 20}}
     tight = {"num_gpu_blocks_override": shape.blocks, "enable_prefix_caching": True}
-    computed = Elsewhere(model, enable_prefix_caching=False, **shape.arguments, **shape.reference)
-    try:
-        arguments = shape.arguments | shape.steps | tight | with_lwkv(**small | shape.settings)
-        with started(model, **arguments) as engine:
-            never_alone(engine)
-            run = Run(engine, computed, shape)
+    arguments = shape.arguments | shape.steps | tight | with_lwkv(**small | shape.settings)
+    with started(model, **arguments) as engine:
+        block = 0 if shape.step else engine.worker.engine.chunk_size
+        if block:
+            cut_at_each(engine, block)
+        steps = {"max_num_batched_tokens": block, "max_num_seqs": 1} if block else {}
+        computed = Elsewhere(model, enable_prefix_caching=False, **shape.arguments, **steps)
+        try:
+            run = Run(engine, computed, shape, block)
             run.alone(most / 4)
             run.together(most)
             at_rest(engine, run.watched)
-            print(f"\n{name}: {run.summary()}")
-            run.require_hits_of_the_room()
-            run.require_least_was_moved()
-            run.require_all_was_seen()
-    finally:
-        computed.close()
+        finally:
+            computed.close()
+        print(f"\n{name}: {run.summary()}")
+        run.require_hits_of_the_room()
+        run.require_least_was_moved()
+        run.require_all_was_seen()
 
 
 class Run:
     """Prompts, their answers compared, and what was found."""
 
-    def __init__(self, engine: Engine, computed: Elsewhere, shape: Shape) -> None:
+    def __init__(self, engine: Engine, computed: Elsewhere, shape: Shape, block: int) -> None:
         self._engine, self._computed, self._shape = engine, computed, shape
+        self._block, self._step = block, shape.step or block
         self._prompts, self._chance = Prompts(1, shape.lengths), random.Random(2)
         self.watched, self._resumed = Watched(engine), Resumed(engine)
         hybrid = engine.worker.engine
@@ -206,7 +206,7 @@ class Run:
 
     def _end(self, length: int) -> int:
         """Where a prompt is cut off, so that its answer lies in one of vLLM's blocks where that matters."""
-        block = self._shape.answer_in_block
+        block = self._block
         return length if not block else length - max(0, length % block + LONG_ANSWER - block)
 
     def _ask_oracles(self, ids: list[int]) -> None:
@@ -215,7 +215,7 @@ class Run:
         for name, oracle in self._oracles.items():
             found = oracle.find(ids)
             self._wanted[name] += found
-            steps = range(found + self._shape.step, last, self._shape.step) if name == "steps" else ()
+            steps = range(found + self._step, last, self._step) if name == "steps" else ()
             oracle.store(ids, found, {*steps, last})
 
     def summary(self) -> str:
