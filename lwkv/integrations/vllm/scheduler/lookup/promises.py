@@ -37,6 +37,7 @@ class OpenPromise:
         since: when that was.
         after: changes that the index had learnt by then, or has since without any about these chunks.
         is_asked: whether the request was asked about in this pass of vLLM's scheduler.
+        names: hashes of all its chunks; none before they were needed.
     """
 
     made: NodePromise | None
@@ -45,6 +46,7 @@ class OpenPromise:
     since: float
     after: int
     is_asked: bool = True
+    names: frozenset[bytes] = frozenset()
 
     @property
     def num_chunks(self) -> int:
@@ -141,7 +143,8 @@ class NodePromises:
         if promise.made is not None and promise.made.is_over:
             return False
         if promise.after != self._index.changes:
-            if self._index.has_news({key.hash for own in keys for key in own}, promise.after):
+            promise.names = promise.names or frozenset(key.hash for own in keys for key in own)
+            if self._index.has_news(promise.names, promise.after):
                 return False
             promise.after = self._index.changes
         return True
