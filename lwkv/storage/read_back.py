@@ -81,11 +81,12 @@ class ReadBack:
         try:
             for key, num_layers in chunks:
                 for layers in parts_of_chunk(num_layers, self._pool.page_stride):
-                    pages, unasked = np.split(unasked, [len(layers)])
+                    pages, rest = np.split(unasked, [len(layers)])
                     call = self._guard.get_layers([LayerKey(key, layer) for layer in layers.tolist()], pages)
+                    unasked = rest
                     call.add_done_callback(partial(self._give_back, pages))
         finally:
-            if len(unasked):  # a call could not be made
+            if len(unasked):  # a call could not be made: the pages of those made are given back by them
                 self._pool.release(unasked)
 
     def _give_back(self, pages: Int64s, call: Future[Int64s]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from storage.faulty_tier import LONG_S, Fault, FaultyTier, hanging
 from storage.rig import NUM_LAYERS, PAGE_BYTES, Rig, keys
 
+from lwkv.keys import LayerKey
+from lwkv.platforms.protocol import Int64s
 from lwkv.storage import chunk_parts
 from lwkv.storage.read_back import MOST_WRITTEN, NUM_CHUNKS
 
@@ -129,6 +132,25 @@ def test_a_tier_that_hangs_then_keeps_its_pages_until_its_calls_have_ended(
     assert fault.entered.wait(LONG_S)
     assert rig.pool.pages_in_use == 2 * NUM_CHUNKS * NUM_LAYERS
     assert rig.lookup(*FIRST) == NUM_CHUNKS
+
+
+@pytest.mark.parametrize("num_made", [0, 1])
+def test_a_call_that_cannot_be_made_then_holds_no_page(
+    rig: Rig, tier: FaultyTier, num_made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (guard,) = rig.manager.lower.guards
+    real, calls = guard.get_layers, list[int]()
+
+    def get_layers(layers: Sequence[LayerKey], pages: Int64s) -> Future[Int64s]:
+        calls.append(len(pages))
+        if len(calls) > num_made:
+            raise MemoryError("no memory for a call")
+        return real(layers, pages)
+
+    monkeypatch.setattr(guard, "get_layers", get_layers)
+    rig.store(*FIRST)
+    assert len(calls) == num_made + 1
+    rig.require_rest()
 
 
 def test_without_being_asked_nothing_is_read(make_rig: MakeRig, tier: FaultyTier) -> None:
