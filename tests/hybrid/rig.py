@@ -303,8 +303,13 @@ class Toy:
         for request, end in parts:
             self.write(request, group, layer, request.computed, end)
 
-    def ask(self, tokens: Sequence[int], step: int = 1 << 20) -> int:
-        """A whole request, alone, in steps of so many tokens: what was found of it."""
+    def ask(self, tokens: Sequence[int], step: int = 1 << 20, settles: bool = False) -> int:
+        """A whole request, alone, in steps of so many tokens: what was found of it.
+
+        Args:
+            settles: whether the stores of a step end before the next one begins. What is under way cannot be
+                evicted, so what little memory keeps depends on that.
+        """
         request = self.start(tokens)
         found = self.boundary(tokens)
         pin = self.engine.pin(request.hashes, 0, found) if found else None
@@ -320,6 +325,7 @@ class Toy:
                 end = last
             self.run_step(loads, [(request, end)])
             loads = []
+            assert not settles or self.engine.flush(20.0)
         if pin is not None:
             self.engine.unpin(pin)
         self.end(request)

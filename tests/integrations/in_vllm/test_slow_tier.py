@@ -18,6 +18,7 @@ from lwkv.integrations.vllm.scheduler.lookup import costs
 from lwkv.integrations.vllm.scheduler.lookup.measured.prefill_times import PrefillTimes
 from lwkv.integrations.vllm.scheduler.lookup.patience import Patience
 from lwkv.keys import ChunkKey, LayerKey
+from lwkv.storage.lower_tiers import LowerTiers
 
 CHUNK_GIB = 4 * 2 * CHUNK * 2 * 32 * 4 / 2**30
 ROOM = 12
@@ -73,6 +74,8 @@ def test_a_tier_that_freezes_in_the_middle_of_a_prompt_costs_it_what_has_not_com
     """For how long a request waits is simulated in tests/properties; here, until four chunks are there."""
     installed_in(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    # A lone request waits for a tier that was never read; of one that is known it loads while it is computed.
+    monkeypatch.setattr(LowerTiers, "read_back_first", lambda tiers: None)
     monkeypatch.setattr(costs, "LOOK_UP_S", 100.0)
     # As if a token took a millisecond, whatever else keeps this machine busy.
     add = PrefillTimes.add
