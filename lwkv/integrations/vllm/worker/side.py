@@ -192,7 +192,13 @@ class WorkerSide:
         return set(), set()
 
     def requests_ended(self) -> set[str]:
-        """Requests that have ended whose blocks others may write to from now on; each is given out once."""
+        """Requests that have ended whose blocks others may write to from now on; each is given out once.
+
+        It ends a step in which nothing is computed: before 0.30 vLLM does not say that such a one ends, and
+        what is left of requests that have ended would never be stored.
+        """
+        if self._orders.is_empty:
+            self.end()
         ended, self._requests_ended = self._requests_ended, set()
         return ended
 

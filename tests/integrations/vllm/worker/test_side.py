@@ -76,6 +76,23 @@ def test_a_step_that_was_looked_up_and_never_ended_is_given_up_by_the_next() -> 
     rank.worker.close()
 
 
+def test_a_step_that_computes_nothing_stores_what_it_is_to_though_vllm_does_not_end_it() -> None:
+    """vLLM 0.22 calls no `wait_for_save` then: the last chunk of an answer is stored in such a step."""
+    rank = RankOfModel(0, 1, 16, 8, {})
+    keys = chunk_keys(range(2 * CHUNK), CHUNK, rank.engine.namespace, ["salt"])
+    rank.worker.begin(StepOrders(1, 0, [], [move([packed(keys)])], ended=("one",), is_empty=True))
+    rank.worker.start_load(hooks_come=False)
+    assert rank.worker.requests_ended() == {"one"}
+    report = rank.worker.report()
+    assert report is not None
+    assert report.stored
+    assert rank.engine.flush()
+    assert rank.engine.lookup(np.arange(2 * CHUNK), salts=["salt"]) == 2 * CHUNK
+    rank.worker.begin(StepOrders(2, 1, [], []))
+    require_rest(rank.engine)
+    rank.worker.close()
+
+
 class FailingBlends:
     """Blending whose prompts do not arrive: their blocks have wrong contents, which others may share."""
 
