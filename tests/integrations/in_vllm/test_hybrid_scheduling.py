@@ -83,7 +83,9 @@ def test_settings_that_cannot_be_used_with_several_groups_are_refused_by_name(
     gemma: Path, settings: dict[str, Any], named: str
 ) -> None:
     with (
-        pytest.raises(ConfigError, match=rf"{named} .*--disable-hybrid-kv-cache-manager"),
+        pytest.raises(
+            ConfigError, match=rf"(?s){named}: got .*; set it to .*--disable-hybrid-kv-cache-manager"
+        ),
         started(gemma, **with_lwkv(**settings)),
     ):
         pass
