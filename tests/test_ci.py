@@ -110,11 +110,33 @@ def test_arguments_go_to_pytest(tmp_path: Path, arguments: tuple[str, ...], give
     assert arguments_of_pytest(tmp_path / "some", *arguments) == [*everything, *given]
 
 
-def test_ci_runs_all_tests_also_those_inside_engines() -> None:
-    commands = (TREE / ".ci" / "run").read_text()
-    assert 'bash "$ci/test" --all\n' in commands
-    assert {'bash "$ci/vllm" || failed=1', 'wait "$sglang" || failed=1'} <= set(commands.splitlines())
-    assert 'bash "$ci/sglang" >"$printed" 2>&1 &\nsglang=$!\n' in commands
+STARTED = ["test --all", "sglang ", "vllm -k hybrid_s", "vllm -k not hybrid_s"]
+"""What CI starts; of vLLM's tests each is in one of the two halves."""
+
+
+@pytest.mark.parametrize("failing", ["", *STARTED])
+def test_ci_runs_all_tests_also_those_inside_engines_and_fails_where_one_does(
+    tmp_path: Path, failing: str
+) -> None:
+    for folder in (".ci", "ci"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(TREE / ".ci" / "run", tmp_path / ".ci")
+    for command in ("test", "sglang", "vllm"):
+        text = f'echo "{command} $*" | tee -a "$LOG"; [ "{command} $*" != "$FAILING" ]\n'
+        (tmp_path / "ci" / command).write_text(text)
+    log = tmp_path / "log"
+    done = subprocess.run(
+        ["/bin/bash", tmp_path / ".ci" / "run"],
+        env={**os.environ, "LOG": str(log), "FAILING": failing},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == (not failing)
+    started = log.read_text().splitlines()
+    wanted = STARTED[:1] if failing == STARTED[0] else STARTED
+    assert sorted(started) == sorted(wanted)
+    assert sorted(done.stdout.splitlines()) == sorted(wanted), "what all print is seen"
 
 
 def test_every_file_is_counted_in_one_part() -> None:
