@@ -32,10 +32,10 @@ LONG_ANSWER = 30
 LEAST_SHARE = 0.9
 ROUNDING = 0.05
 """Somewhat more than two neighbouring logits of bfloat16 from 4 to 8 are apart, of which sizes these are."""
-MOST_ROUNDED = 1
-"""Answers of a run that may differ by that much. It was seen once, in an answer of which nothing had been
-cached, of which the tokens and the three log-probabilities before were equal, and not again in six runs. The
-cause is not known."""
+MOST_ROUNDED = 4
+"""Answers of a run that may differ by that much, in one number each. One was seen in two of six runs, once
+where nothing had been cached and once behind a load: the fourth and last number by 0.031 and by 0.00025, which
+is a single logit rounded the other way; all before it were equal to the last bit. The cause is not known."""
 
 
 def answers_alike(
