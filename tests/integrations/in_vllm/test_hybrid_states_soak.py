@@ -35,7 +35,8 @@ ROUNDING = 0.05
 MOST_ROUNDED = 4
 """Answers of a run that may differ by that much, in one number each. One was seen in two of six runs, once
 where nothing had been cached and once behind a load: the fourth and last number, by 0.031 and by 0.00025,
-which is a single logit rounded the other way. All before it were equal to the last bit. The cause is not known.
+which is a single logit rounded the other way. All before it were equal to the last bit. The cause is not
+known.
 """
 
 
